@@ -1,0 +1,81 @@
+// Collector: the host's walk over the parameters, once per micro-batch, in C++ instead of a Python loop.
+// gradacc_fused/collector.py holds the same class in Python for installs without the compiled extension.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace gradacc {
+
+// Whether a backward that began writing gradients also ended. Hooks on the gradient accumulators set it; the engine
+// runs the completion callback only when the whole backward went through.
+class BackwardWatch {
+ public:
+  ~BackwardWatch();
+  void watch(const std::vector<at::Tensor>& params);
+  void unwatch();
+  bool unfinished() const;
+  void reset();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+  // A shared or an intrusive pointer to the node, by torch version. Held: a parameter only refers to it weakly.
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
+};
+
+class Collector {
+ public:
+  // params: the parameters of all groups in order. active: which of them belong to the layout.
+  Collector(std::vector<at::Tensor> params, std::vector<bool> active, at::Tensor absent);
+
+  // Gradients of the active parameters, `absent` where there is none; .grad becomes None where `clear`. `touched`
+  // (uint8, one per active parameter) gets a 1 where a gradient was there. Sparse gradients are coalesced and made dense.
+  struct Collected {
+    std::vector<at::Tensor> grads;
+    int64_t present = 0;
+  };
+  Collected collect(const at::Tensor& touched, bool clear);
+  // Whether nobody else can write the gradients of a collected piece: each storage is used by the piece alone.
+  static bool owned(const std::vector<at::Tensor>& grads);
+  // Index of the first parameter whose .grad is set, or -1.
+  int64_t first_with_grad() const;
+  // Index of the first parameter outside the layout (frozen when it was built) whose .grad is set, or -1.
+  int64_t first_outside_with_grad() const;
+  void clear_grads();
+  // Whether the layout still describes the parameters: the same objects in the same order, the same requires_grad,
+  // shapes, dtypes and devices.
+  bool matches(const pybind11::list& param_lists) const;
+
+  // Remembers the parameters' versions and addresses; `changed` lists the active ones written by others since.
+  void remember();
+  std::vector<int64_t> changed() const;
+
+  BackwardWatch& backward_watch() { return watch_; }
+  const std::vector<at::Tensor>& params() const { return params_; }
+
+ private:
+  struct Seen {
+    uint32_t version;
+    const void* address;
+    bool operator==(const Seen& other) const { return version == other.version && address == other.address; }
+  };
+  Seen see(size_t index) const;
+
+  std::vector<at::Tensor> params_;
+  std::vector<bool> active_;
+  std::vector<int64_t> active_index_;
+  at::Tensor absent_;
+  std::vector<std::vector<int64_t>> sizes_;
+  std::vector<at::ScalarType> dtypes_;
+  std::vector<Seen> seen_;
+  BackwardWatch watch_;
+};
+
+}  // namespace gradacc

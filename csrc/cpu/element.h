@@ -1,0 +1,75 @@
+// Element types as they lie in memory, and their exact conversions to and from the math dtype.
+// Branch-free, so that the loops around them become vector code on any instruction set.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define GRADACC_INLINE inline __attribute__((always_inline))
+
+namespace gradacc {
+
+enum class Dtype : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+GRADACC_INLINE uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+GRADACC_INLINE uint64_t to_bits(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+GRADACC_INLINE float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+GRADACC_INLINE float widen(float value) { return value; }
+GRADACC_INLINE double widen(double value) { return value; }
+GRADACC_INLINE float widen(BFloat16 value) { return from_bits(static_cast<uint32_t>(value.bits) << 16); }
+GRADACC_INLINE float widen(Float16 value) {
+  // The exponent and mantissa moved into place are 2^-112 too small, subnormals included; infinities and NaN get the
+  // full exponent back.
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  uint32_t bits = to_bits(from_bits(magnitude) * from_bits(0x77800000u));
+  bits |= magnitude >= (0x7c00u << 13) ? 0x7f800000u : 0u;
+  return from_bits(bits | (static_cast<uint32_t>(value.bits & 0x8000u) << 16));
+}
+
+GRADACC_INLINE void narrow(float value, float& out) { out = value; }
+GRADACC_INLINE void narrow(double value, double& out) { out = value; }
+GRADACC_INLINE void narrow(float value, double& out) { out = value; }
+GRADACC_INLINE void narrow(double value, float& out) { out = static_cast<float>(value); }
+GRADACC_INLINE void narrow(float value, BFloat16& out) {
+  // Round to nearest, ties to even.
+  const uint32_t bits = to_bits(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  out.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+GRADACC_INLINE void narrow(float value, Float16& out) {
+  // Round to nearest, ties to even. Subnormal results: adding 0.5 aligns the mantissa and lets the adder round.
+  const uint32_t bits = to_bits(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x47800000u ? special : half;
+  out.bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+}
+
+// Never taken: a float64 parameter has no low-precision copy, but the dtype switch spells every pair.
+GRADACC_INLINE void narrow(double value, BFloat16& out) { narrow(static_cast<float>(value), out); }
+GRADACC_INLINE void narrow(double value, Float16& out) { narrow(static_cast<float>(value), out); }
+
+}  // namespace gradacc

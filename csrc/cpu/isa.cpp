@@ -1,0 +1,51 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace gradacc {
+
+namespace {
+
+constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
+
+bool supported(Isa isa) {
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return isa == Isa::kPlain || (isa == Isa::kAvx2 && avx2) || (isa == Isa::kAvx512 && avx512);
+#else
+  return isa == Isa::kPlain;
+#endif
+}
+
+Isa parse(const std::string& name) {
+  for (int i = 0; i < 3; ++i) {
+    if (name != kNames[i]) continue;
+    if (supported(static_cast<Isa>(i))) return static_cast<Isa>(i);
+    throw std::invalid_argument("GRADACC_FUSED_ISA: this machine cannot run '" + name +
+                                "'. Unset it to let the package choose.");
+  }
+  throw std::invalid_argument("GRADACC_FUSED_ISA must be plain, avx2 or avx512, got '" + name + "'.");
+}
+
+Isa choose() {
+  if (const char* forced = std::getenv("GRADACC_FUSED_ISA")) return parse(forced);
+  if (supported(Isa::kAvx512)) return Isa::kAvx512;
+  return supported(Isa::kAvx2) ? Isa::kAvx2 : Isa::kPlain;
+}
+
+std::atomic<int>& chosen() {
+  static std::atomic<int> isa{static_cast<int>(choose())};
+  return isa;
+}
+
+}  // namespace
+
+Isa current_isa() { return static_cast<Isa>(chosen().load(std::memory_order_relaxed)); }
+std::string isa_name() { return kNames[static_cast<int>(current_isa())]; }
+void use_isa(const std::string& name) { chosen().store(static_cast<int>(parse(name))); }
+
+}  // namespace gradacc

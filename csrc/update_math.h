@@ -1,0 +1,106 @@
+// The update rules, one formula each, shared by the CPU and the CUDA kernels.
+//
+// Formulas: torch.optim.Adam, AdamW and SGD (documentation of torch.optim; Loshchilov and Hutter 2019 for the decoupled
+// decay). Scalars that depend on the step count are taken in double once per tensor; elements are updated in Math
+// (float, or double for float64 parameters). Every fused multiply-add is spelled out: builds switch contraction off.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define GRADACC_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define GRADACC_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace gradacc {
+
+// Columns of a hyper-parameter row (float64), one row per parameter group; gradacc_fused/rules.py names them alike.
+enum Hyper : int {
+  kLr = 0,
+  kWeightDecay = 1,
+  kMaximize = 2,
+  kBeta1 = 3,
+  kBeta2 = 4,
+  kEps = 5,
+  kMomentum = 6,
+  kDampening = 7,
+  kNesterov = 8,
+  kHyperColumns = 9,
+};
+
+enum class Rule : int { kAdamW = 0, kAdam = 1, kSgd = 2 };
+
+GRADACC_HOST_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+GRADACC_HOST_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
+GRADACC_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
+GRADACC_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+
+// What one tensor's elements need of its row and of its step count.
+template <typename Math>
+struct RuleScalars {
+  Math lr = 0;
+  Math weight_decay = 0;        // L2: added to the gradient
+  Math decay = 1;               // decoupled: 1 - lr * weight_decay, on the parameter
+  Math sign = 1;                // -1 when maximizing
+  Math one_minus_beta1 = 0;
+  Math beta2 = 0;
+  Math one_minus_beta2 = 0;
+  Math eps = 0;
+  Math step_size = 0;           // lr / bias_correction1
+  Math bias_correction2_sqrt = 1;
+  Math momentum = 0;
+  Math one_minus_dampening = 1;  // 1 on the first update of a momentum buffer
+  bool nesterov = false;
+};
+
+// step: the effective step that is being made, from 1 (sgd: which update of the momentum buffer this is).
+template <typename Math>
+GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row, double step) {
+  RuleScalars<Math> s;
+  s.lr = static_cast<Math>(row[kLr]);
+  s.sign = row[kMaximize] != 0.0 ? Math(-1) : Math(1);
+  s.weight_decay = rule == Rule::kAdamW ? Math(0) : static_cast<Math>(row[kWeightDecay]);
+  s.decay = rule == Rule::kAdamW ? static_cast<Math>(1.0 - row[kLr] * row[kWeightDecay]) : Math(1);
+  if (rule == Rule::kSgd) {
+    s.momentum = static_cast<Math>(row[kMomentum]);
+    s.one_minus_dampening = step > 1.0 ? static_cast<Math>(1.0 - row[kDampening]) : Math(1);
+    s.nesterov = row[kNesterov] != 0.0;
+    return s;
+  }
+  s.one_minus_beta1 = static_cast<Math>(1.0 - row[kBeta1]);
+  s.beta2 = static_cast<Math>(row[kBeta2]);
+  s.one_minus_beta2 = static_cast<Math>(1.0 - row[kBeta2]);
+  s.eps = static_cast<Math>(row[kEps]);
+  s.step_size = static_cast<Math>(row[kLr] / (1.0 - pow(row[kBeta1], step)));
+  s.bias_correction2_sqrt = static_cast<Math>(sqrt(1.0 - pow(row[kBeta2], step)));
+  return s;
+}
+
+// Adam and AdamW: the two differ in where the decay goes, and rule_scalars has set the other one to nothing.
+template <typename Math>
+GRADACC_HOST_DEVICE void adam(Math& param, Math grad, Math& exp_avg, Math& exp_avg_sq, const RuleScalars<Math>& s) {
+  param = param * s.decay;
+  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  exp_avg = fused_multiply_add(s.one_minus_beta1, grad - exp_avg, exp_avg);
+  exp_avg_sq = fused_multiply_add(s.one_minus_beta2 * grad, grad, s.beta2 * exp_avg_sq);
+  const Math denominator = square_root(exp_avg_sq) / s.bias_correction2_sqrt + s.eps;
+  param = param - s.step_size * exp_avg / denominator;
+}
+
+template <typename Math>
+GRADACC_HOST_DEVICE void sgd(Math& param, Math grad, const RuleScalars<Math>& s) {
+  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  param = fused_multiply_add(-s.lr, grad, param);
+}
+
+template <typename Math>
+GRADACC_HOST_DEVICE void sgd_momentum(Math& param, Math grad, Math& momentum_buffer, const RuleScalars<Math>& s) {
+  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  momentum_buffer = fused_multiply_add(s.momentum, momentum_buffer, s.one_minus_dampening * grad);
+  const Math direction = s.nesterov ? fused_multiply_add(s.momentum, momentum_buffer, grad) : momentum_buffer;
+  param = fused_multiply_add(-s.lr, direction, param);
+}
+
+}  // namespace gradacc

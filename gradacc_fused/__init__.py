@@ -1,0 +1,50 @@
+"""gradacc_fused: gradient accumulation, exact by construction and at the floor of bytes and launches.
+
+    import gradacc_fused as gf
+
+    opt = gf.GradAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
+    with opt.window() as window:
+        for piece in pieces:
+            loss_sum, n_active = model_loss(piece)
+            window.backward(loss_sum, weight=n_active, reduction="sum")
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "gradacc_fused needs PyTorch, and it is not installed. Run 'pip install torch' first, then reinstall "
+        "gradacc_fused with 'pip install --no-build-isolation gradacc_fused' to build its compiled backends."
+    ) from error
+
+from .accumulate import accumulate_
+from .backends import reference as _reference  # noqa: F401  registers the ops for every device
+from .backends.registry import BackendStatus, backends
+from .clip import clip_, norm_
+from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
+from .layout import n_partials
+from .optimizer import GradAccumOptimizer
+from .results import StepResult
+from .rules import hyper_rows
+from .update import update_
+from .window import Window
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendStatus",
+    "BackendUnavailableError",
+    "DenominatorError",
+    "GradAccumOptimizer",
+    "NonFiniteError",
+    "StepResult",
+    "Window",
+    "WindowError",
+    "accumulate_",
+    "backends",
+    "clip_",
+    "hyper_rows",
+    "n_partials",
+    "norm_",
+    "update_",
+]

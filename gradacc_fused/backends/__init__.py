@@ -1,0 +1,1 @@
+"""Backends: one contract (base.py), one table (registry.py), one module each."""

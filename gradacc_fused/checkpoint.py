@@ -1,0 +1,119 @@
+"""State dicts: exchangeable with plain torch optimizers for fp32 parameters, exact for low-precision ones.
+
+torch's own ``load_state_dict`` casts every floating state of a bf16 parameter to bf16; ours keeps moments and main
+params in the math dtype. A low-precision checkpoint loaded into plain torch is rounded by torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .layout import math_dtype
+from .rules import MAIN_PARAM, SGD, Rule
+
+if TYPE_CHECKING:
+    from .optimizer import GradAccumOptimizer
+
+
+def _without_empty_momentum(state: dict[str, Any], rule: Rule) -> dict[str, Any]:
+    """A momentum buffer that was never written is not state: torch would take its zeros for a first gradient."""
+    if float(state.get(rule.step_key, 0.0)) > 0:
+        return state
+    return {key: value for key, value in state.items() if key not in (rule.step_key, rule.exp_avg_key)}
+
+
+def state_dict(optimizer: GradAccumOptimizer, pack: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The inner optimizer's packed state with the main params in ``state[i]["main_param"]``."""
+    packed = pack()
+    engine = optimizer._engine
+    state = dict(packed["state"])
+    if engine.rule is SGD:
+        state = {index: _without_empty_momentum(entry, SGD) for index, entry in state.items()}
+        state = {index: entry for index, entry in state.items() if entry}
+    if engine.rule is None:
+        for index, main_param in zip(engine.layout.indices, optimizer._publisher.saved_main_params(), strict=False):
+            if main_param is not None:
+                state[index] = {**state.get(index, {}), MAIN_PARAM: main_param.detach()}
+    packed["state"] = state
+    return packed
+
+
+def _check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    ours, theirs = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+    if ours != theirs:
+        raise ValueError(
+            f"load_state_dict: the optimizer has groups of {ours} parameters, the state dict of {theirs}. Build the "
+            "optimizer with the groups it was saved with."
+        )
+
+
+def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
+    """A copy of a state value: full-size tensors in the math dtype on the parameter's device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == param.shape and value.is_floating_point() and key != "step":
+        return value.to(device=param.device, dtype=math_dtype(param.dtype), copy=True)
+    return value.clone()
+
+
+def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state dict of ours or of the plain torch optimizer.
+
+    Raises:
+        ValueError: Its groups do not have the optimizer's numbers of parameters. Nothing was changed.
+    """
+    state_dict = state_dict.copy()
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    inner, engine = optimizer.inner, optimizer._engine
+    saved_groups = state_dict["param_groups"]
+    _check_groups(inner.param_groups, saved_groups)
+    engine.prepare()
+    param_of = dict(
+        zip(
+            chain.from_iterable(group["params"] for group in saved_groups),
+            chain.from_iterable(group["params"] for group in inner.param_groups),
+            strict=True,
+        )
+    )
+    main_params = {
+        param_of[index]: entry[MAIN_PARAM]
+        for index, entry in state_dict["state"].items()
+        if index in param_of and MAIN_PARAM in entry
+    }
+    if engine.rule is None:
+        bare = {
+            index: {key: value for key, value in entry.items() if key != MAIN_PARAM} if index in param_of else entry
+            for index, entry in state_dict["state"].items()
+        }
+        optimizer._publisher.restore_main_params(
+            [main_params.get(param, param.detach()) for param in engine.layout.params]
+        )
+        with optimizer._publisher.stand_ins():
+            inner.load_state_dict({"state": {k: v for k, v in bare.items() if v}, "param_groups": saved_groups})
+    else:
+        state: dict[Any, Any] = {
+            param_of[index]: {key: _loaded(key, value, param_of[index]) for key, value in entry.items()}
+            if index in param_of
+            else entry
+            for index, entry in state_dict["state"].items()
+        }
+        groups = [
+            {**saved, "params": group["params"]} for group, saved in zip(inner.param_groups, saved_groups, strict=True)
+        ]
+        inner.__setstate__({"state": _default_dict(state), "param_groups": groups})
+        engine.forget_state()
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _default_dict(state: dict[Any, Any]) -> dict[Any, Any]:
+    made: defaultdict[Any, Any] = defaultdict(dict)
+    made.update(state)
+    return made

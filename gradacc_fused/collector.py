@@ -1,0 +1,107 @@
+"""The host's walk over the parameters in Python: the twin of csrc/collector.cpp for installs with nothing compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Collector:
+    """Reads and clears ``.grad``, watches for parameters that changed and for a backward that did not finish.
+
+    Args:
+        params: The parameters of all groups, in order.
+        active: Which of them belong to the layout.
+        absent: The empty tensor that stands for a missing gradient.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], active: Sequence[bool], absent: torch.Tensor) -> None:
+        self.params = list(params)
+        self.active = list(active)
+        self.absent = absent
+        self.active_params = [param for param, is_active in zip(params, active, strict=True) if is_active]
+        self._described = [(param.shape, param.dtype) for param in params]
+        self._seen: list[tuple[int, int]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._in_flight = False
+
+    def collect(self, touched: torch.Tensor, clear: bool) -> tuple[list[torch.Tensor], int, bool]:
+        """Gradients of the active parameters, how many are there, and whether nobody else can write them.
+
+        The last is never known in Python. Sparse gradients are coalesced and made dense.
+        """
+        grads = []
+        present = 0
+        for k, param in enumerate(self.active_params):
+            if param.grad is None:
+                grads.append(self.absent)
+                continue
+            touched[k] = 1
+            present += 1
+            grads.append(param.grad if param.grad.layout == torch.strided else param.grad.to_dense())
+            if clear:
+                param.grad = None
+        return grads, present, False
+
+    def first_with_grad(self) -> int:
+        return next((i for i, param in enumerate(self.params) if param.grad is not None), -1)
+
+    def first_outside_with_grad(self) -> int:
+        outside = (
+            i for i, param in enumerate(self.params)
+            if not self.active[i] and param.requires_grad and param.grad is not None
+        )  # fmt: skip
+        return next(outside, -1)
+
+    def clear_grads(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def matches(self, param_lists: Sequence[Sequence[torch.Tensor]]) -> bool:
+        now = [param for params in param_lists for param in params]
+        return len(now) == len(self.params) and all(
+            param is known
+            and param.requires_grad == is_active
+            and (param.shape, param.dtype) == described
+            and param.device == self.absent.device
+            for param, known, is_active, described in zip(
+                now, self.params, self.active, self._described, strict=True
+            )
+        )  # fmt: skip
+
+    def _see(self, param: torch.Tensor) -> tuple[int, int]:
+        return (0 if param.is_inference() else param._version, param.data_ptr())
+
+    def remember(self) -> None:
+        self._seen = [self._see(param) for param in self.active_params]
+
+    def changed(self) -> list[int]:
+        return [
+            k for k, (param, seen) in enumerate(zip(self.active_params, self._seen, strict=False))
+            if self._see(param) != seen
+        ]  # fmt: skip
+
+    def watch_backward(self) -> None:
+        self.unwatch_backward()
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._accumulated)
+            for param in self.active_params
+            if param.is_leaf
+        ]
+
+    def _accumulated(self, param: torch.Tensor) -> None:
+        if not self._in_flight:
+            self._in_flight = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.reset_backward)
+
+    def unwatch_backward(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def unfinished_backward(self) -> bool:
+        return self._in_flight
+
+    def reset_backward(self) -> None:
+        self._in_flight = False

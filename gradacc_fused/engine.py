@@ -1,0 +1,201 @@
+"""The engine: everything static about one parameter set, and the device passes of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .backends import registry
+from .backends.base import Backend
+from .buffers import Cells, HostArray, WeightArrays, allocate_main_grads
+from .checks import HYPER_COLUMNS
+from .layout import Layout, build_layout
+from .options import Options
+from .results import Scalar
+from .rules import RuleState, fill_hyper, rule_for
+
+Piece = list[torch.Tensor]
+
+
+class Engine:
+    """Layout, collector, backend, main grads and rule state of an inner optimizer; rebuilt only when parameters change.
+
+    Args:
+        inner: The optimizer whose groups and state are used.
+        options: The checked options.
+    """
+
+    layout: Layout
+    backend: Backend
+
+    def __init__(self, inner: torch.optim.Optimizer, options: Options) -> None:
+        self.inner = inner
+        self.options = options
+        self.collector: Any = None
+        self._weights = WeightArrays()
+        self._counts = WeightArrays()
+        self._scale = HostArray(1, torch.float64)
+        self._main_grads: list[torch.Tensor] | None = None
+        self._state: RuleState | None = None
+        self._watching = False
+
+    # -- static part ---------------------------------------------------------------------------------------------
+
+    def matches(self) -> bool:
+        """Whether the layout still describes the inner optimizer's parameters."""
+        return self.collector is not None and self.collector.matches(
+            [group["params"] for group in self.inner.param_groups]
+        )
+
+    def prepare(self) -> None:
+        """Rebuild the layout if the parameters changed. Only between windows."""
+        if not self.matches():
+            self.rebuild()
+
+    def rebuild(self) -> None:
+        groups = self.inner.param_groups
+        layout = build_layout(groups)
+        backend = registry.choose(layout.device, self.options.backend)
+        active = [False] * len(layout.all_params)
+        for index in layout.indices:
+            active[index] = True
+        self.close()
+        self.layout, self.backend = layout, backend
+        self.absent = torch.empty(0, device=layout.device)
+        self.no_cells = torch.empty(0, dtype=torch.float64, device=layout.device)
+        self.collector = backend.Collector(list(layout.all_params), active, self.absent)
+        self.touched = HostArray(len(layout.params), torch.uint8)
+        self.partials = torch.empty(layout.n_partials, dtype=torch.float64, device=layout.device)
+        self._hyper = HostArray(
+            len(groups) * len(HYPER_COLUMNS), torch.float64, (len(groups), len(HYPER_COLUMNS))
+        )  # fmt: skip
+        self._group_ids = HostArray(len(layout.params), torch.int32)
+        self._group_ids.fill(layout.group_ids)
+        self.rule = rule_for(self.inner)
+        self._main_grads = None
+        self._state = None
+        if self._watching:
+            self.collector.watch_backward()
+
+    def watch_backward(self) -> None:
+        """From now on know of a backward that began and did not end."""
+        self._watching = True
+        if self.collector is not None:
+            self.collector.watch_backward()
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        if self.collector is not None:
+            self.collector.unwatch_backward()
+
+    def forget_state(self) -> None:
+        """The inner optimizer's state was replaced: take it up anew before it is next used."""
+        self._state = None
+
+    @property
+    def main_grads(self) -> list[torch.Tensor]:
+        if self._main_grads is None:
+            self._main_grads = allocate_main_grads(self.layout)
+        return self._main_grads
+
+    @property
+    def state(self) -> RuleState:
+        """State of the fused rule, made or taken up from the inner optimizer at first use."""
+        state = self._state
+        late_momentum = (
+            state is not None
+            and not state.with_momentum
+            and any(group.get("momentum") for group in self.inner.param_groups)
+        )
+        if state is None or late_momentum:
+            assert self.rule is not None
+            with torch.no_grad():
+                state = RuleState(self.inner, self.layout, self.rule, self.options.master_weights)
+            self._state = state
+            if state.main_params:
+                self.collector.remember()
+        return state
+
+    # -- host values ---------------------------------------------------------------------------------------------
+
+    def host_value(self, tensor: torch.Tensor) -> float | None:
+        return self.backend.host_value(tensor)
+
+    def read_flag(self, tensor: torch.Tensor) -> float | None:
+        """A device scalar if reading it costs no sync: on the host; None elsewhere."""
+        if tensor.device.type != "cpu":
+            return None
+        known = self.backend.host_value(tensor)
+        return float(tensor) if known is None else known
+
+    def learning_rates(self) -> tuple[Scalar, ...]:
+        rates: list[Scalar] = []
+        for group in self.inner.param_groups:
+            lr = group["lr"] if "lr" in group else float("nan")
+            if isinstance(lr, torch.Tensor):
+                known = self.backend.host_value(lr)
+                lr = lr.detach().clone() if known is None else known
+            rates.append(lr)
+        return tuple(rates)
+
+    # -- passes --------------------------------------------------------------------------------------------------
+
+    def flush(self, pieces: Sequence[Piece], factors: Sequence[Scalar], overwrite: bool) -> None:
+        """Add pieces to the main grads; no norm."""
+        flat = [grad for piece in pieces for grad in piece]
+        self.backend.accumulate_(
+            self.main_grads, flat, self._weights.tensor(factors), self.no_cells, self.no_cells,
+            overwrite=overwrite, store=True, norm_type=2.0,
+        )  # fmt: skip
+
+    def measure(self, pieces: Sequence[Piece], factors: Sequence[Scalar], stored: bool, store: bool) -> Cells:
+        """The norm's partials and found_inf over the stored sum plus ``pieces``.
+
+        Args:
+            pieces: Gradients not in the main grads yet; with ``store`` they are added to them in the same pass.
+            factors: Their weights.
+            stored: Whether the main grads hold earlier micro-batches of this window.
+            store: Whether the main grads are needed afterwards.
+        """
+        cells = Cells.allocate(self.layout)
+        norm_type = float(self.options.norm_type)
+        if not pieces:
+            self.backend.norm_(self.main_grads, self.partials, cells.found_inf, norm_type=norm_type)
+            return cells
+        flat = [grad for piece in pieces for grad in piece]
+        main_grads = self.main_grads if stored or store else []
+        self.backend.accumulate_(
+            main_grads, flat, self._weights.tensor(factors), self.partials, cells.found_inf,
+            overwrite=not stored, store=store, norm_type=norm_type,
+        )  # fmt: skip
+        return cells
+
+    def clip(self, cells: Cells, counts: Sequence[Scalar]) -> None:
+        """Fill the cells: total_norm, clip_coef, multiplier, weight_sum."""
+        if not any(isinstance(count, torch.Tensor) for count in counts):
+            counts = [sum(float(count) for count in counts)]
+        self.backend.clip_(
+            self.partials, self._counts.tensor(counts), self._scale.fill([self.options.host_scale]),
+            cells.total_norm, cells.clip_coef, cells.multiplier, cells.weight_sum,
+            norm_type=float(self.options.norm_type), max_norm=self.options.max_norm,
+        )  # fmt: skip
+
+    def update(self, cells: Cells, pieces: Sequence[Piece], factors: Sequence[Scalar], stored: bool) -> None:
+        """Run the fused rule on the stored sum plus ``pieces``."""
+        assert self.rule is not None
+        state = self.state
+        if state.main_params:
+            for k in self.collector.changed():  # written by others since the last update: theirs is the newer value
+                if state.main_params[k].numel() > 0:
+                    state.main_params[k].copy_(self.layout.params[k])
+        self.backend.update_(
+            list(self.layout.params), state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps,
+            self.main_grads if stored else [], [grad for piece in pieces for grad in piece],
+            self._weights.tensor(factors), fill_hyper(self._hyper, self.inner.param_groups, self.backend.host_value),
+            self._group_ids.tensor, self.touched.tensor, cells.multiplier, cells.found_inf,
+            rule=self.rule.name, max_grad_value=self.options.max_value,
+        )  # fmt: skip
+        if state.main_params:
+            self.collector.remember()

@@ -1,0 +1,456 @@
+"""GradAccumOptimizer: a torch.optim.Optimizer around another one, with exact accumulation windows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from . import checkpoint, guards
+from .attach import Attached
+from .engine import Engine
+from .errors import WindowError
+from .options import Options
+from .publish import Publisher
+from .results import Scalar, StepResult
+from .window import Declared, Window
+
+
+class GradAccumOptimizer(torch.optim.Optimizer):
+    """Gradient accumulation with the update of ``inner``, exact and in one boundary pass.
+
+    ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. AdamW, Adam and SGD run as fused rules;
+    any other optimizer runs its own ``step`` on the accumulated, clipped gradient, published as ``p.grad``.
+
+    Args:
+        inner: The optimizer whose rule, groups and state are used.
+        accumulation_steps: None (default): every ``step()`` is a boundary, and ``window()`` is at hand. An int k: every
+            k-th ``step()`` is; the loop does not change otherwise.
+        weighting: Required with ``accumulation_steps`` > 1. "equal": the mean of micro-batch means. "given": each
+            ``step(weight=n)`` says how many samples or active tokens its mean loss was taken over.
+        host_scale: A factor that somebody else has already multiplied into every loss: 1/k for a loop that divides.
+        max_grad_norm: Clip the gradient's norm, as ``torch.nn.utils.clip_grad_norm_`` would the whole batch's.
+        norm_type: 2 or inf.
+        max_grad_value: Clip by value, as ``torch.nn.utils.clip_grad_value_`` would, after the norm.
+        master_weights: Keep fp32 main params for bf16 and fp16 parameters (default). False: update them as they are.
+        defer: How many micro-batches' gradients a window may hold before it adds them to the main grads in one pass.
+        on_nonfinite: "skip" a step whose gradient is not finite (no host sync), or "raise" NonFiniteError (one sync).
+        backend: None: ``GRADACC_FUSED_BACKEND``, else the best that runs here; "cpu", "cuda", "triton", "reference".
+
+    Raises:
+        TypeError, ValueError: An option or a parameter is refused; the message says what to do.
+        BackendUnavailableError: The backend asked for cannot run here.
+    """
+
+    inner: torch.optim.Optimizer
+    last_result: StepResult | None
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        accumulation_steps: int | None = None,
+        weighting: str | None = None,
+        host_scale: float = 1.0,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        max_grad_value: float | None = None,
+        master_weights: bool = True,
+        defer: int = 1,
+        on_nonfinite: str = "skip",
+        backend: str | None = None,
+    ) -> None:
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(
+                f"GradAccumOptimizer: inner must be a torch.optim.Optimizer, got {type(inner).__name__}. Write "
+                "GradAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=...))."
+            )
+        if isinstance(inner, GradAccumOptimizer):
+            raise TypeError("GradAccumOptimizer: inner is already a GradAccumOptimizer; wrap the plain optimizer.")
+        options = Options(
+            accumulation_steps, weighting, host_scale, max_grad_norm, norm_type, max_grad_value, master_weights, defer,
+            on_nonfinite, backend,
+        )  # fmt: skip
+        self._initialise(inner, options)
+
+    def _initialise(self, inner: torch.optim.Optimizer, options: Options) -> None:
+        # The base initialiser makes its hook tables and fills groups and state of its own: those of a stand-in, because
+        # handed the inner's groups it would find every parameter "in more than one parameter group".
+        self.inner = SimpleNamespace(param_groups=[], state=defaultdict(dict), defaults={})  # type: ignore[assignment]
+        super().__init__([torch.empty(0)], {})
+        self.inner = inner
+        self.options = options
+        self.last_result = None
+        self._engine = Engine(inner, options)
+        self._engine.prepare()
+        self._attached = Attached()
+        self._publisher = Publisher(self._engine)
+        self._open: Window | None = None
+        self._counting: Window | None = None
+        self._declared: Declared | None = None
+        self._boundary_counts: list[Scalar] = []
+        self._looked_for_batch_norm = False
+        self._counts = options.accumulation_steps is not None
+        if options.accumulation_steps is not None and options.accumulation_steps > 1:
+            self._engine.watch_backward()
+
+    # -- what a torch.optim.Optimizer has --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        """The inner optimizer's state, made before it is first read."""
+        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__:
+            self._make_state()
+        return self.inner.state  # type: ignore[return-value]
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = state
+        if "_engine" in self.__dict__:
+            self._engine.forget_state()
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.inner.defaults = defaults
+
+    def _make_state(self) -> None:
+        if self._window_is_empty():
+            self._engine.prepare()
+        if self._engine.rule is not None and self._engine.matches():
+            _ = self._engine.state
+
+    def _window_is_empty(self) -> bool:
+        return all(window is None or window.micro_batches == 0 for window in (self._open, self._counting))
+
+    def _require_no_window(self, what: str) -> None:
+        if not self._window_is_empty():
+            count = sum(window.micro_batches for window in (self._open, self._counting) if window is not None)
+            raise WindowError(
+                f"{what}: a window with {count} micro-batch(es) is open. Finish it (flush(), or the end of the with "
+                "block) or discard() it first."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer. Between windows only.
+
+        Raises:
+            WindowError: A window with micro-batches is open.
+        """
+        if "_engine" not in self.__dict__:
+            super().add_param_group(param_group)
+            return
+        self._require_no_window("add_param_group")
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, exchangeable with plain torch for fp32 parameters; see checkpoint.py."""
+        self._require_no_window("state_dict")
+        return checkpoint.state_dict(self, super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load ours or plain torch's state dict; moments and main params of low-precision parameters stay fp32."""
+        self._require_no_window("load_state_dict")
+        checkpoint.load_state_dict(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle carry: the inner optimizer with groups and state, and the options."""
+        self._require_no_window("deepcopy and pickle")
+        return {"inner": self.inner, "options": self.options, "main_params": self._publisher.saved_main_params()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._initialise(state["inner"], state["options"])
+        self._publisher.restore_main_params(state["main_params"])
+
+    # -- windows -------------------------------------------------------------------------------------------------
+
+    def window(self) -> Window:
+        """A window to be used in a ``with`` block: commits and steps at its end, an exception discards it.
+
+        Raises:
+            WindowError: Another window of this optimizer is open.
+        """
+        self._require_no_window("window")
+        return Window(self)
+
+    def _enter_window(self, window: Window) -> None:
+        if self._open is not None:
+            raise WindowError("window: another window of this optimizer is open. Windows do not nest.")
+        self._require_no_window("window")
+        self._open = window
+
+    def _leave_window(self, window: Window) -> None:
+        self._open = None
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        reduction: str = "mean",
+        samples: Scalar | None = None,
+        tokens: Scalar | None = None,
+    ) -> None:
+        """``loss.backward()`` with what the micro-batch weighs; a failure discards the window and clears ``.grad``.
+
+        In an open ``window()`` the same as ``window.backward``. In counting mode the next ``step()`` takes it. Without
+        ``accumulation_steps`` autograd itself accumulates until ``step()``, so the weight of a mean loss multiplies the
+        loss here; ``step()`` divides by the sum of the weights.
+
+        Raises:
+            DenominatorError: The weight is missing where it is needed, or is no finite number >= 0.
+        """
+        if self._open is not None:
+            self._open.backward(loss, weight=weight, reduction=reduction, samples=samples, tokens=tokens)
+            return
+        declared = Declared(weight, reduction, loss, samples, tokens)
+        if self._counts:
+            window = self._counting_window()
+            self._check_counting(window, declared)
+            self._refuse_unfinished_backward()
+            window.run_backward(loss)
+            self._declared = declared
+            return
+        self._boundary_backward(declared)
+
+    def _boundary_backward(self, declared: Declared) -> None:
+        window = Window(self, "backward")
+        window.weights = list(self._boundary_counts)
+        window._unweighted = len(self._boundary_counts) == 1 and self._boundary_unweighted
+        weight = window.check(declared)
+        factor = Window._factor(declared.reduction, weight)
+        if isinstance(factor, float) and factor == 0.0:
+            self._boundary_counts.append(weight)  # not read, so not run
+            return
+        scaled = declared.loss if declared.reduction == "sum" else declared.loss * factor
+        try:
+            window.run_backward(scaled)
+        except BaseException:
+            self._boundary_counts = []
+            raise
+        self._boundary_unweighted = declared.weight is None
+        self._boundary_counts.append(weight)
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: float | torch.Tensor | None = None,
+        loss: torch.Tensor | float | None = None,
+        samples: Scalar | None = None,
+        tokens: Scalar | None = None,
+    ) -> Any:
+        """Take this micro-batch's gradients; at a boundary make the real step.
+
+        Args:
+            closure: Runs forward and backward of the micro-batch and returns its loss.
+            weight: With ``weighting="given"``: how many samples or active tokens the mean loss was taken over.
+            loss: The micro-batch's loss, for ``last_result``.
+            samples: Samples in it, for ``last_result``.
+            tokens: Tokens in it, for ``last_result``.
+
+        Returns:
+            What ``closure`` returned, else None. ``last_result`` holds the outcome of the last real step.
+
+        Raises:
+            DenominatorError: ``weight`` is missing, not wanted, or no finite number >= 0.
+            WindowError: A ``with opt.window()`` block is open, there is no gradient, or a backward did not finish.
+        """
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+            loss = value if loss is None and isinstance(value, torch.Tensor) and value.numel() == 1 else loss
+        if self._open is not None:
+            raise WindowError("step: a 'with opt.window()' block is open and steps at its end. Call step() outside it.")
+        declared = Declared(weight, "mean", loss, samples, tokens)
+        if self._counts:
+            self._counting_step(declared)
+        else:
+            self._boundary_step(declared)
+        return value
+
+    step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once per real step, from _commit
+
+    def _boundary_step(self, declared: Declared) -> None:
+        if declared.weight is not None:
+            raise ValueError(
+                "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already summed "
+                "the micro-batches: weigh them in opt.window() or opt.backward()."
+            )
+        window = Window(self, "step")
+        counts = self._boundary_counts or None
+        self._boundary_counts = []
+        if self._engine.collector.first_with_grad() < 0:
+            return  # as torch: a step without gradients changes nothing
+        window.take(declared, 1.0, clear=False)
+        self._commit(window, counts)
+
+    def _counting_window(self) -> Window:
+        if self._counting is None or self._counting.status != "open":
+            self._counting = Window(self, "step")
+        return self._counting
+
+    def _check_counting(self, window: Window, declared: Declared) -> Scalar:
+        weighting = self.options.weighting
+        if weighting != "given":
+            if declared.weight is not None and weighting == "equal":
+                raise ValueError(
+                    "step: weight was given but weighting='equal' counts every micro-batch alike. Use weighting='given'."
+                )
+            if declared.weight is None:
+                declared.weight = 1.0
+        return window.check(declared)
+
+    def _refuse_unfinished_backward(self) -> None:
+        collector = self._engine.collector
+        if collector.unfinished_backward():
+            collector.reset_backward()
+            count = 0 if self._counting is None else self._counting.micro_batches
+            self.discard()
+            raise WindowError(
+                f"step: the backward of micro-batch {count} began and did not finish; its gradients are partial. The "
+                "window is discarded and .grad cleared; nothing was applied. Start the logical batch anew."
+            )
+
+    def _counting_step(self, declared: Declared) -> None:
+        steps = self.options.accumulation_steps
+        assert steps is not None
+        window = self._counting_window()
+        if self._declared is not None:
+            if declared.weight is not None:
+                raise ValueError("step: weight was given to opt.backward() already; give it once.")
+            said = self._declared
+            declared = Declared(
+                said.weight, said.reduction, said.loss if declared.loss is None else declared.loss,
+                said.samples if declared.samples is None else declared.samples,
+                said.tokens if declared.tokens is None else declared.tokens,
+            )  # fmt: skip
+        weight = self._check_counting(window, declared)
+        self._refuse_unfinished_backward()
+        self._declared = None
+        if len(window._pending) >= self.options.defer:
+            window._flush_pending()
+        window.take(declared, weight)
+        if window.micro_batches == 2 and not self._looked_for_batch_norm:
+            self._looked_for_batch_norm = True
+            guards.warn_about_batch_norm(self._engine.layout.params)
+        if window.micro_batches >= steps:
+            self._counting = None
+            self._commit(window)
+
+    def flush(self) -> StepResult | None:
+        """Make the real step with the micro-batches taken so far, normalised by what was really seen.
+
+        Returns:
+            The result, or None where there was nothing to flush.
+        """
+        window, self._counting = self._counting, None
+        if window is None or window.micro_batches == 0:
+            return None
+        self._commit(window)
+        return self.last_result
+
+    def discard(self) -> None:
+        """Drop the open window and the gradients in ``.grad``; nothing moves."""
+        for window in (self._open, self._counting):
+            if window is not None:
+                window.discard("discard() was called")
+        self._counting = None
+        self._declared = None
+        self._boundary_counts = []
+        self._engine.collector.clear_grads()
+
+    # -- the boundary --------------------------------------------------------------------------------------------
+
+    def _commit(self, window: Window, counts: list[Scalar] | None = None) -> None:
+        if window.micro_batches > 1 and not self._looked_for_batch_norm:
+            self._looked_for_batch_norm = True
+            guards.warn_about_batch_norm(self._engine.layout.params)
+        with torch.no_grad():
+            cells, result = window.close(counts)
+            applies = self._applies(result)
+            if applies:
+                self._fire_hooks(torch_optimizer._global_optimizer_pre_hooks, "_optimizer_step_pre_hooks")
+            if self._engine.rule is not None:
+                self._engine.update(cells, *window.update_arguments)
+            elif applies:
+                self._publisher.step(cells)
+            window.discard()
+        self.last_result = result
+        for optimizer in (self, self.inner):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # LRScheduler asks whether a step came first
+        if applies:
+            self._fire_hooks(torch_optimizer._global_optimizer_post_hooks, "_optimizer_step_post_hooks")
+            self._attached.advance()
+
+    def _applies(self, result: StepResult) -> bool:
+        """Whether the step is applied. On a device the answer would cost a sync: there the kernels alone decide."""
+        found_inf = self._engine.read_flag(result.found_inf)
+        multiplier = self._engine.read_flag(result.multiplier)
+        if found_inf is None or multiplier is None:
+            return True if self._engine.rule is not None else not result.skipped
+        return found_inf == 0.0 and multiplier == multiplier
+
+    def _fire_hooks(self, global_hooks: dict[int, Any], name: str) -> None:
+        """Global hooks and ours; the inner optimizer's own step, where it runs, fires the global ones and its own."""
+        published = self._engine.rule is None
+        for hook in chain(() if published else global_hooks.values(), getattr(self, name).values()):
+            hook(self, (self,), {})
+        if not published:
+            for hook in getattr(self.inner, name).values():
+                hook(self.inner, (self.inner,), {})
+
+    def attach(self, *, scheduler: Any) -> None:
+        """Let an LR scheduler advance once per applied step; its own ``step()`` then does nothing.
+
+        Args:
+            scheduler: A torch.optim.lr_scheduler scheduler built on this optimizer or on the inner one.
+
+        Raises:
+            TypeError: It has no epoch-wise ``step()`` (ReduceLROnPlateau needs a metric: call it yourself).
+        """
+        self._attached.add(scheduler)
+
+    def close(self) -> None:
+        """Remove every hook from parameters and schedulers; an open window is discarded."""
+        self.discard()
+        self._engine.close()
+        self._attached.remove()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``p.grad`` as torch does; what an open window has taken is not touched."""
+        self._boundary_counts = []
+        super().zero_grad(set_to_none=set_to_none)
+
+    def __repr__(self) -> str:
+        mode = "boundary" if not self._counts else f"accumulation_steps={self.options.accumulation_steps}"
+        return f"GradAccumOptimizer({mode}, backend={self.backend}, inner={self.inner!r})"
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that serves the parameters."""
+        return self._engine.backend.__name__.rpartition(".")[2]
+
+

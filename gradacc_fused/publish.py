@@ -1,0 +1,112 @@
+"""The published path: an inner optimizer without a fused rule runs its own step on the accumulated gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .buffers import Cells
+from .engine import Engine
+from .layout import Layout
+from .rules import adopt_main_param, needs_main_param
+
+
+class Publisher:
+    """Publishes main grads, scaled and clipped, as ``.grad``; low-precision parameters step through fp32 main params.
+
+    Args:
+        engine: Whose inner optimizer, layout and main grads are used.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._layout: Layout | None = None
+        self._main_params: list[torch.Tensor | None] = []
+
+    def _refresh_main_params(self) -> None:
+        """One fp32 main param per low-precision parameter, kept over a change of layout, renewed where others wrote."""
+        engine = self._engine
+        if self._layout is not engine.layout:
+            old = dict(zip(self._layout.params, self._main_params, strict=True)) if self._layout is not None else {}
+            self._main_params = [
+                adopt_main_param(old.get(param), param).requires_grad_()
+                if needs_main_param(param, engine.options.master_weights)
+                else None
+                for param in engine.layout.params
+            ]
+            self._layout = engine.layout
+            return
+        for k in engine.collector.changed():
+            main_param = self._main_params[k]
+            if main_param is not None:
+                main_param.copy_(engine.layout.params[k])
+
+    def saved_main_params(self) -> list[torch.Tensor | None]:
+        """The main params that the published path holds, in layout order; none before its first step."""
+        return self._main_params if self._layout is self._engine.layout else []
+
+    def restore_main_params(self, main_params: Sequence[torch.Tensor | None]) -> None:
+        """Take over main params, one entry per active parameter (None: it has none)."""
+        if not main_params:
+            return
+        with torch.no_grad():
+            self._layout = None
+            self._refresh_main_params()
+            for mine, saved in zip(self._main_params, main_params, strict=True):
+                if mine is not None and saved is not None:
+                    mine.copy_(saved)
+            self._engine.collector.remember()
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Main params stand in for their parameters in the inner optimizer's groups and state."""
+        inner = self._engine.inner
+        of_param = {
+            param: main_param
+            for param, main_param in zip(self._engine.layout.params, self._main_params, strict=True)
+            if main_param is not None
+        }
+        of_main = {main_param: param for param, main_param in of_param.items()}
+        lists = [group["params"] for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["params"] = [of_param.get(param, param) for param in group["params"]]
+        for param in list(inner.state):
+            if param in of_param:
+                inner.state[of_param[param]] = inner.state.pop(param)
+        try:
+            yield
+        finally:
+            for group, params in zip(inner.param_groups, lists, strict=True):
+                group["params"] = params
+            for main_param in list(inner.state):
+                if main_param in of_main:
+                    inner.state[of_main[main_param]] = inner.state.pop(main_param)
+
+    def step(self, cells: Cells) -> None:
+        """Publish what the main grads hold and run the inner optimizer's step. ``.grad`` is left as it was before."""
+        engine = self._engine
+        params = engine.layout.params
+        self._refresh_main_params()
+        kept = [param.grad for param in params]
+        bound = engine.options.max_value
+        try:
+            for k, param in enumerate(params):
+                param.grad = None
+                if not engine.touched.values[k]:
+                    continue
+                grad = engine.main_grads[k].mul_(cells.multiplier).clamp_(-bound, bound)
+                main_param = self._main_params[k]
+                target = param if main_param is None else main_param
+                target.grad = grad.to(target.dtype)
+            with self.stand_ins():
+                engine.inner.step()
+            for param, main_param in zip(params, self._main_params, strict=True):
+                if main_param is not None and main_param.grad is not None:
+                    param.copy_(main_param)
+                    main_param.grad = None
+        finally:
+            for param, grad in zip(params, kept, strict=True):
+                param.grad = grad
+            engine.collector.remember()

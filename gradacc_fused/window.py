@@ -1,0 +1,314 @@
+"""One accumulation window: which micro-batches it holds, what they weigh, and whether it may be applied."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .buffers import Cells
+from .engine import Piece
+from .errors import WEIGHT_CHOICES, DenominatorError, NonFiniteError, WindowError
+from .results import LossRecord, Scalar, StepResult, total
+
+if TYPE_CHECKING:
+    from .optimizer import GradAccumOptimizer
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass
+class Declared:
+    """What the caller said of one micro-batch."""
+
+    weight: Any = None
+    reduction: str = "mean"
+    loss: Any = None
+    samples: Any = None
+    tokens: Any = None
+
+
+class Window:
+    """Collects micro-batches and commits them as one step; an exception in its block discards them.
+
+    Made by ``GradAccumOptimizer.window()``::
+
+        with opt.window() as window:
+            for piece in pieces:
+                loss_sum, n_active = model_loss(piece)
+                window.backward(loss_sum, weight=n_active, reduction="sum")
+
+    A window is ``open`` until it is committed, discarded, or a backward in it fails; nothing is applied before commit.
+    """
+
+    def __init__(self, optimizer: GradAccumOptimizer, where: str = "window") -> None:
+        self._optimizer = optimizer
+        self._engine = optimizer._engine
+        self._where = where
+        self.status = "open"
+        self._why = ""
+        self._pending: list[Piece] = []
+        self._pending_factors: list[Scalar] = []
+        self._stored = False
+        self._unweighted = False
+        self.weights: list[Scalar] = []
+        self._losses: list[LossRecord] = []
+        self._samples: list[Scalar] = []
+        self._tokens: list[Scalar] = []
+        self._engine.prepare()
+        self._engine.touched.zero()
+        self._rates = self._engine.learning_rates()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches taken so far."""
+        return len(self.weights)
+
+    # -- the with block ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Window:
+        self._optimizer._enter_window(self)
+        self._refuse_stale_grads("opened")
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        self._optimizer._leave_window(self)
+        if error_type is not None:
+            self.discard(f"{error_type.__name__} was raised in it")
+            return False
+        self._require_open("committed")
+        if self.micro_batches == 0:
+            self.status = "committed"
+            warnings.warn("the window closed without a micro-batch; no step was made.", stacklevel=2)
+            return False
+        self._optimizer._commit(self)
+        return False
+
+    def _refuse_stale_grads(self, what: str) -> None:
+        index = self._engine.collector.first_with_grad()
+        if index >= 0:
+            self.discard(f"parameter {index} had a .grad of its own")
+            self._engine.collector.clear_grads()
+            raise WindowError(
+                f"{self._where}: parameter {index} already has a .grad where the window is {what}; it would be added to "
+                "the next micro-batch. Call opt.zero_grad() first, and run every backward of a window through "
+                "window.backward(). The window is discarded and .grad cleared."
+            )
+
+    # -- micro-batches -------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        reduction: str = "mean",
+        samples: Scalar | None = None,
+        tokens: Scalar | None = None,
+    ) -> None:
+        """Run one micro-batch's backward and take its gradients.
+
+        The step sees ``sum_i(w_i * g_i) / sum_i(w_i)`` with mean losses, ``sum_i(g_i) / sum_i(w_i)`` with sums.
+
+        Args:
+            loss: The micro-batch's loss, one element.
+            weight: How much of the logical batch it is: active tokens, samples; a number or a one-element tensor,
+                >= 0. 0 means that neither its gradient nor its loss is read. May be left out only if the window has
+                a single micro-batch.
+            reduction: "mean" if ``loss`` is a mean over ``weight`` items, "sum" if it is their sum.
+            samples: Samples in it, for the result.
+            tokens: Tokens in it, for the result.
+
+        Raises:
+            DenominatorError: No weight and more than one micro-batch, or a weight that is no finite number >= 0.
+            WindowError: The window is not open, or a parameter has a ``.grad`` from elsewhere.
+            Exception: Whatever backward raised; the window is discarded and the half-written ``.grad`` cleared.
+        """
+        self._require_open("used")
+        declared = Declared(weight, reduction, loss, samples, tokens)
+        checked = self.check(declared)
+        self._refuse_stale_grads("used")
+        if len(self._pending) >= self._optimizer.options.defer:
+            self._flush_pending()
+        self.run_backward(loss)
+        self.take(declared, checked)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """``loss.backward()``; on failure the window is discarded and the half-written gradients are cleared."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"{self._where}: loss must be a tensor with one element, got {got}. Reduce it first.")
+        try:
+            loss.backward()
+        except BaseException as error:
+            self.discard(f"backward of micro-batch {self.micro_batches} raised {type(error).__name__}")
+            self._engine.collector.clear_grads()
+            raise
+
+    def check(self, declared: Declared) -> Scalar:
+        """Check what was said of a micro-batch, before anything is touched; returns its weight."""
+        if declared.reduction not in REDUCTIONS:
+            raise ValueError(f"{self._where}: reduction must be 'mean' or 'sum', got {declared.reduction!r}.")
+        weight = declared.weight
+        if weight is None or self._unweighted:
+            if self.micro_batches > 0:
+                raise DenominatorError(
+                    f"{self._where}: micro-batch {self.micro_batches if weight is None else 0} has no weight and the "
+                    f"window has more than one. {WEIGHT_CHOICES}"
+                )
+            return 1.0
+        return self._weight_value(weight)
+
+    def _weight_value(self, weight: Any) -> Scalar:
+        index = self.micro_batches
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1 or weight.is_complex():
+                raise DenominatorError(
+                    f"{self._where}: weight of micro-batch {index} must have one element, got {list(weight.shape)}."
+                )
+            known = self._engine.host_value(weight.detach())
+            if known is None:
+                return weight.detach().to(device=self._engine.layout.device, dtype=torch.float64, copy=True).reshape(())
+            weight = known
+        try:
+            value = float(weight)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value) or value < 0:
+            raise DenominatorError(
+                f"{self._where}: weight of micro-batch {index} must be a finite number >= 0, got {weight!r}."
+            )
+        return value
+
+    def take(self, declared: Declared, weight: Scalar, clear: bool = True) -> None:
+        """Take the gradients that a finished backward left in ``.grad``."""
+        engine = self._engine
+        if not engine.matches():
+            self.discard("its parameters changed")
+            engine.collector.clear_grads()
+            raise WindowError(
+                f"{self._where}: the parameters changed in an open window (replaced, added, frozen or unfrozen, resized, "
+                "or moved to another device). The window is discarded; change parameters between windows."
+            )
+        grads, present, owned = engine.collector.collect(engine.touched.tensor, clear)
+        if present == 0 and not (isinstance(weight, float) and weight == 0.0):
+            raise WindowError(
+                f"{self._where}: micro-batch {self.micro_batches} has no gradient: no active parameter's .grad is set. "
+                "Call backward first; nothing was counted."
+            )
+        self._record(declared, weight)
+        self._pending.append(grads)
+        self._pending_factors.append(self._factor(declared.reduction, weight))
+        if clear and not owned and not self._closing():
+            self._flush_pending()
+
+    def _closing(self) -> bool:
+        """Whether the caller commits right after this micro-batch, so that nothing is held beyond the call."""
+        steps = self._optimizer.options.accumulation_steps
+        return self._where == "step" and steps is not None and self.micro_batches >= steps
+
+    @staticmethod
+    def _factor(reduction: str, weight: Scalar) -> Scalar:
+        """What multiplies the gradient: the weight of a mean, 1 for a sum; a weight of 0 selects 0 for both."""
+        if reduction == "mean":
+            return weight
+        if isinstance(weight, torch.Tensor):
+            return (weight != 0).to(torch.float64)
+        return float(weight != 0)
+
+    def _record(self, declared: Declared, weight: Scalar) -> None:
+        self._unweighted = declared.weight is None
+        self.weights.append(weight)
+        loss = declared.loss
+        if loss is not None:
+            if isinstance(loss, torch.Tensor):
+                known = self._engine.host_value(loss.detach()) if loss.numel() == 1 else None
+                loss = loss.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
+            self._losses.append(LossRecord(loss, weight, declared.reduction))
+        if declared.samples is not None:
+            self._samples.append(declared.samples)
+        if declared.tokens is not None:
+            self._tokens.append(declared.tokens)
+
+    def _flush_pending(self) -> None:
+        if self._pending:
+            with torch.no_grad():
+                self._engine.flush(self._pending, self._pending_factors, overwrite=not self._stored)
+            self._stored = True
+            self._pending, self._pending_factors = [], []
+
+    # -- end -----------------------------------------------------------------------------------------------------
+
+    def _require_open(self, what: str) -> None:
+        if self.status != "open":
+            because = f" ({self._why})" if self._why else ""
+            raise WindowError(
+                f"{self._where}: the window cannot be {what}, it is {self.status}{because}; nothing was applied. "
+                "Open a new one."
+            )
+
+    def discard(self, why: str = "") -> None:
+        """Drop everything taken so far. Nothing moves; the next window starts from zero."""
+        if self.status == "open":
+            self.status, self._why = "discarded", why
+        self._pending, self._pending_factors, self._stored = [], [], False
+
+    def close(self, counts: list[Scalar] | None = None) -> tuple[Cells, StepResult]:
+        """Measure and clip what was taken; the optimizer then updates from ``update_arguments``."""
+        self._require_open("committed")
+        engine = self._engine
+        publish = engine.rule is None
+        cells = engine.measure(self._pending, self._pending_factors, self._stored, store=publish)
+        if self._optimizer.options.on_nonfinite == "raise" and float(cells.found_inf) != 0.0:
+            self._raise_nonfinite()
+        if publish:
+            self._stored, self._pending, self._pending_factors = True, [], []
+        counts = self.weights if counts is None else counts
+        engine.clip(cells, counts)
+        self._warn(counts)
+        result = StepResult(
+            cells.total_norm, cells.clip_coef, cells.found_inf, cells.multiplier, cells.weight_sum,
+            engine.learning_rates(), self.micro_batches, self._complete(self._samples), self._complete(self._tokens),
+            self._losses, self._optimizer.options.host_scale,
+        )  # fmt: skip
+        self.status = "committed"
+        return cells, result
+
+    def _complete(self, values: list[Scalar]) -> Scalar | None:
+        return total(values) if len(values) == self.micro_batches else None
+
+    @property
+    def update_arguments(self) -> tuple[list[Piece], list[Scalar], bool]:
+        """Pieces that are not in the main grads, their factors, and whether the main grads hold the others."""
+        return self._pending, self._pending_factors, self._stored
+
+    def _warn(self, counts: list[Scalar]) -> None:
+        if all(isinstance(count, float) and count == 0.0 for count in counts):
+            warnings.warn(
+                f"{self._where}: the window's total weight is 0, so it has no gradient; no step was made.", stacklevel=4
+            )
+        for group, (before, now) in enumerate(zip(self._rates, self._engine.learning_rates(), strict=False)):
+            if isinstance(before, float) and isinstance(now, float) and before != now:
+                warnings.warn(
+                    f"{self._where}: the lr of group {group} changed from {before:g} to {now:g} in an open window; the "
+                    "step uses the last one. Let opt.attach(scheduler=...) advance it once per applied step.",
+                    stacklevel=4,
+                )
+
+    def _raise_nonfinite(self) -> None:
+        bad = []
+        for k, index in enumerate(self._engine.layout.indices):
+            grads = [piece[k] for piece, w in zip(self._pending, self._pending_factors, strict=True) if bool(w != 0)]
+            if self._stored:
+                grads.append(self._engine.main_grads[k])
+            if not all(bool(torch.isfinite(grad).all()) for grad in grads):
+                bad.append(index)
+        self.discard("a gradient was not finite")
+        names = ", ".join(map(str, bad[:8])) + (" ..." if len(bad) > 8 else "")
+        raise NonFiniteError(
+            f"{self._where}: the window's gradient is not finite in {len(bad)} parameter(s): {names}. Nothing was "
+            "changed; on_nonfinite='skip' skips such a step instead."
+        )
