@@ -78,11 +78,18 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   return s;
 }
 
+// L2 decay. Without one the parameter is not read: 0 * inf would be NaN.
+template <typename Math>
+GRADACC_HOST_DEVICE Math decayed_gradient(Math grad, Math param, const RuleScalars<Math>& s) {
+  const Math signed_grad = s.sign * grad;
+  return s.weight_decay != Math(0) ? fused_multiply_add(s.weight_decay, param, signed_grad) : signed_grad;
+}
+
 // Adam and AdamW: the two differ in where the decay goes, and rule_scalars has set the other one to nothing.
 template <typename Math>
 GRADACC_HOST_DEVICE void adam(Math& param, Math grad, Math& exp_avg, Math& exp_avg_sq, const RuleScalars<Math>& s) {
   param = param * s.decay;
-  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  grad = decayed_gradient(grad, param, s);
   exp_avg = fused_multiply_add(s.one_minus_beta1, grad - exp_avg, exp_avg);
   exp_avg_sq = fused_multiply_add(s.one_minus_beta2 * grad, grad, s.beta2 * exp_avg_sq);
   const Math denominator = square_root(exp_avg_sq) / s.bias_correction2_sqrt + s.eps;
@@ -91,13 +98,13 @@ GRADACC_HOST_DEVICE void adam(Math& param, Math grad, Math& exp_avg, Math& exp_a
 
 template <typename Math>
 GRADACC_HOST_DEVICE void sgd(Math& param, Math grad, const RuleScalars<Math>& s) {
-  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  grad = decayed_gradient(grad, param, s);
   param = fused_multiply_add(-s.lr, grad, param);
 }
 
 template <typename Math>
 GRADACC_HOST_DEVICE void sgd_momentum(Math& param, Math grad, Math& momentum_buffer, const RuleScalars<Math>& s) {
-  grad = fused_multiply_add(s.weight_decay, param, s.sign * grad);
+  grad = decayed_gradient(grad, param, s);
   momentum_buffer = fused_multiply_add(s.momentum, momentum_buffer, s.one_minus_dampening * grad);
   const Math direction = s.nesterov ? fused_multiply_add(s.momentum, momentum_buffer, grad) : momentum_buffer;
   param = fused_multiply_add(-s.lr, direction, param);

@@ -15,6 +15,7 @@ from . import checkpoint, guards
 from .attach import Attached
 from .engine import Engine
 from .errors import WindowError
+from .modes import Boundary, Counting
 from .options import Options
 from .publish import Publisher
 from .results import Scalar, StepResult
@@ -91,13 +92,9 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self._attached = Attached()
         self._publisher = Publisher(self._engine)
         self._open: Window | None = None
-        self._counting: Window | None = None
-        self._declared: Declared | None = None
-        self._boundary_counts: list[Scalar] = []
         self._looked_for_batch_norm = False
-        self._counts = options.accumulation_steps is not None
-        if options.accumulation_steps is not None and options.accumulation_steps > 1:
-            self._engine.watch_backward()
+        steps = options.accumulation_steps
+        self._mode: Boundary | Counting = Boundary(self) if steps is None else Counting(self, steps)
 
     # -- what a torch.optim.Optimizer has --------------------------------------------------------------------------
 
@@ -133,17 +130,18 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self.inner.defaults = defaults
 
     def _make_state(self) -> None:
-        if self._window_is_empty():
+        if self._taken() == 0:
             self._engine.prepare()
         if self._engine.rule is not None and self._engine.matches():
             _ = self._engine.state
 
-    def _window_is_empty(self) -> bool:
-        return all(window is None or window.micro_batches == 0 for window in (self._open, self._counting))
+    def _taken(self) -> int:
+        """Micro-batches in an open window, of whichever kind."""
+        return self._mode.micro_batches + (0 if self._open is None else self._open.micro_batches)
 
     def _require_no_window(self, what: str) -> None:
-        if not self._window_is_empty():
-            count = sum(window.micro_batches for window in (self._open, self._counting) if window is not None)
+        count = self._taken()
+        if count:
             raise WindowError(
                 f"{what}: a window with {count} micro-batch(es) is open. Finish it (flush(), or the end of the with "
                 "block) or discard() it first."
@@ -221,33 +219,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             self._open.backward(loss, weight=weight, reduction=reduction, samples=samples, tokens=tokens)
             return
-        declared = Declared(weight, reduction, loss, samples, tokens)
-        if self._counts:
-            window = self._counting_window()
-            self._check_counting(window, declared)
-            self._refuse_unfinished_backward()
-            window.run_backward(loss)
-            self._declared = declared
-            return
-        self._boundary_backward(declared)
-
-    def _boundary_backward(self, declared: Declared) -> None:
-        window = Window(self, "backward")
-        window.weights = list(self._boundary_counts)
-        window._unweighted = len(self._boundary_counts) == 1 and self._boundary_unweighted
-        weight = window.check(declared)
-        factor = Window._factor(declared.reduction, weight)
-        if isinstance(factor, float) and factor == 0.0:
-            self._boundary_counts.append(weight)  # not read, so not run
-            return
-        scaled = declared.loss if declared.reduction == "sum" else declared.loss * factor
-        try:
-            window.run_backward(scaled)
-        except BaseException:
-            self._boundary_counts = []
-            raise
-        self._boundary_unweighted = declared.weight is None
-        self._boundary_counts.append(weight)
+        self._mode.backward(Declared(weight, reduction, loss, samples, tokens))
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -285,80 +257,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             raise WindowError("step: a 'with opt.window()' block is open and steps at its end. Call step() outside it.")
         declared = Declared(weight, "mean", loss, samples, tokens)
-        if self._counts:
-            self._counting_step(declared)
-        else:
-            self._boundary_step(declared)
+        self._mode.step(declared)
         return value
 
     step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once per real step, from _commit
-
-    def _boundary_step(self, declared: Declared) -> None:
-        if declared.weight is not None:
-            raise ValueError(
-                "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already summed "
-                "the micro-batches: weigh them in opt.window() or opt.backward()."
-            )
-        window = Window(self, "step")
-        counts = self._boundary_counts or None
-        self._boundary_counts = []
-        if self._engine.collector.first_with_grad() < 0:
-            return  # as torch: a step without gradients changes nothing
-        window.take(declared, 1.0, clear=False)
-        self._commit(window, counts)
-
-    def _counting_window(self) -> Window:
-        if self._counting is None or self._counting.status != "open":
-            self._counting = Window(self, "step")
-        return self._counting
-
-    def _check_counting(self, window: Window, declared: Declared) -> Scalar:
-        weighting = self.options.weighting
-        if weighting != "given":
-            if declared.weight is not None and weighting == "equal":
-                raise ValueError(
-                    "step: weight was given but weighting='equal' counts every micro-batch alike. Use weighting='given'."
-                )
-            if declared.weight is None:
-                declared.weight = 1.0
-        return window.check(declared)
-
-    def _refuse_unfinished_backward(self) -> None:
-        collector = self._engine.collector
-        if collector.unfinished_backward():
-            collector.reset_backward()
-            count = 0 if self._counting is None else self._counting.micro_batches
-            self.discard()
-            raise WindowError(
-                f"step: the backward of micro-batch {count} began and did not finish; its gradients are partial. The "
-                "window is discarded and .grad cleared; nothing was applied. Start the logical batch anew."
-            )
-
-    def _counting_step(self, declared: Declared) -> None:
-        steps = self.options.accumulation_steps
-        assert steps is not None
-        window = self._counting_window()
-        if self._declared is not None:
-            if declared.weight is not None:
-                raise ValueError("step: weight was given to opt.backward() already; give it once.")
-            said = self._declared
-            declared = Declared(
-                said.weight, said.reduction, said.loss if declared.loss is None else declared.loss,
-                said.samples if declared.samples is None else declared.samples,
-                said.tokens if declared.tokens is None else declared.tokens,
-            )  # fmt: skip
-        weight = self._check_counting(window, declared)
-        self._refuse_unfinished_backward()
-        self._declared = None
-        if len(window._pending) >= self.options.defer:
-            window._flush_pending()
-        window.take(declared, weight)
-        if window.micro_batches == 2 and not self._looked_for_batch_norm:
-            self._looked_for_batch_norm = True
-            guards.warn_about_batch_norm(self._engine.layout.params)
-        if window.micro_batches >= steps:
-            self._counting = None
-            self._commit(window)
 
     def flush(self) -> StepResult | None:
         """Make the real step with the micro-batches taken so far, normalised by what was really seen.
@@ -366,30 +268,29 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         Returns:
             The result, or None where there was nothing to flush.
         """
-        window, self._counting = self._counting, None
-        if window is None or window.micro_batches == 0:
+        window = self._mode.flush()
+        if window is None:
             return None
         self._commit(window)
         return self.last_result
 
     def discard(self) -> None:
         """Drop the open window and the gradients in ``.grad``; nothing moves."""
-        for window in (self._open, self._counting):
-            if window is not None:
-                window.discard("discard() was called")
-        self._counting = None
-        self._declared = None
-        self._boundary_counts = []
+        if self._open is not None:
+            self._open.discard("discard() was called")
+        self._mode.discard("discard() was called")
         self._engine.collector.clear_grads()
 
     # -- the boundary --------------------------------------------------------------------------------------------
 
-    def _commit(self, window: Window, counts: list[Scalar] | None = None) -> None:
-        if window.micro_batches > 1 and not self._looked_for_batch_norm:
+    def _warn_about_batch_norm(self) -> None:
+        if not self._looked_for_batch_norm:
             self._looked_for_batch_norm = True
             guards.warn_about_batch_norm(self._engine.layout.params)
+
+    def _commit(self, window: Window) -> None:
         with torch.no_grad():
-            cells, result = window.close(counts)
+            cells, result = window.close()
             applies = self._applies(result)
             if applies:
                 self._fire_hooks(torch_optimizer._global_optimizer_pre_hooks, "_optimizer_step_pre_hooks")
@@ -441,11 +342,13 @@ class GradAccumOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``p.grad`` as torch does; what an open window has taken is not touched."""
-        self._boundary_counts = []
+        if isinstance(self._mode, Boundary):
+            self._mode.discard("zero_grad() was called")
         super().zero_grad(set_to_none=set_to_none)
 
     def __repr__(self) -> str:
-        mode = "boundary" if not self._counts else f"accumulation_steps={self.options.accumulation_steps}"
+        steps = self.options.accumulation_steps
+        mode = "boundary" if steps is None else f"accumulation_steps={steps}"
         return f"GradAccumOptimizer({mode}, backend={self.backend}, inner={self.inner!r})"
 
     @property

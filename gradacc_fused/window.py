@@ -42,13 +42,26 @@ class Window:
                 window.backward(loss_sum, weight=n_active, reduction="sum")
 
     A window is ``open`` until it is committed, discarded, or a backward in it fails; nothing is applied before commit.
+
+    Args:
+        optimizer: Whose window it is.
+        where: The call its messages name.
+        status: "new" until its ``with`` block is entered; "open" for the modes' own windows.
+        closes_after: Micro-batches after which the caller commits in the same call.
     """
 
-    def __init__(self, optimizer: GradAccumOptimizer, where: str = "window") -> None:
+    def __init__(
+        self,
+        optimizer: GradAccumOptimizer,
+        where: str = "window",
+        status: str = "new",
+        closes_after: int | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._engine = optimizer._engine
         self._where = where
-        self.status = "open"
+        self._closes_after = closes_after
+        self.status = status
         self._why = ""
         self._pending: list[Piece] = []
         self._pending_factors: list[Scalar] = []
@@ -70,7 +83,11 @@ class Window:
     # -- the with block ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Window:
+        if self.status != "new":
+            raise WindowError(f"window: this one is {self.status}; a window is used once. Call opt.window() again.")
         self._optimizer._enter_window(self)
+        self.status = "open"
+        self._engine.prepare()
         self._refuse_stale_grads("opened")
         return self
 
@@ -92,6 +109,7 @@ class Window:
         if index >= 0:
             self.discard(f"parameter {index} had a .grad of its own")
             self._engine.collector.clear_grads()
+            self._optimizer._leave_window(self)
             raise WindowError(
                 f"{self._where}: parameter {index} already has a .grad where the window is {what}; it would be added to "
                 "the next micro-batch. Call opt.zero_grad() first, and run every backward of a window through "
@@ -131,18 +149,22 @@ class Window:
         declared = Declared(weight, reduction, loss, samples, tokens)
         checked = self.check(declared)
         self._refuse_stale_grads("used")
-        if len(self._pending) >= self._optimizer.options.defer:
-            self._flush_pending()
+        self.make_room()
         self.run_backward(loss)
         self.take(declared, checked)
 
-    def run_backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()``; on failure the window is discarded and the half-written gradients are cleared."""
+    def make_room(self) -> None:
+        """Add the held micro-batches to the main grads if another would be one too many to hold."""
+        if len(self._pending) >= self._optimizer.options.defer:
+            self._flush_pending()
+
+    def run_backward(self, loss: torch.Tensor, factor: Scalar = 1.0) -> None:
+        """``(factor * loss).backward()``; on failure the window is discarded and half-written gradients are cleared."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"{self._where}: loss must be a tensor with one element, got {got}. Reduce it first.")
         try:
-            loss.backward()
+            (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
         except BaseException as error:
             self.discard(f"backward of micro-batch {self.micro_batches} raised {type(error).__name__}")
             self._engine.collector.clear_grads()
@@ -153,14 +175,15 @@ class Window:
         if declared.reduction not in REDUCTIONS:
             raise ValueError(f"{self._where}: reduction must be 'mean' or 'sum', got {declared.reduction!r}.")
         weight = declared.weight
-        if weight is None or self._unweighted:
-            if self.micro_batches > 0:
-                raise DenominatorError(
-                    f"{self._where}: micro-batch {self.micro_batches if weight is None else 0} has no weight and the "
-                    f"window has more than one. {WEIGHT_CHOICES}"
-                )
-            return 1.0
-        return self._weight_value(weight)
+        if self.micro_batches > 0 and (weight is None or self._unweighted):
+            self.require_weight(self.micro_batches if weight is None else 0)
+        return 1.0 if weight is None else self._weight_value(weight)
+
+    def require_weight(self, index: int | None = None) -> None:
+        index = self.micro_batches if index is None else index
+        raise DenominatorError(
+            f"{self._where}: micro-batch {index} has no weight, and the window has more than one. {WEIGHT_CHOICES}"
+        )
 
     def _weight_value(self, weight: Any) -> Scalar:
         index = self.micro_batches
@@ -169,7 +192,7 @@ class Window:
                 raise DenominatorError(
                     f"{self._where}: weight of micro-batch {index} must have one element, got {list(weight.shape)}."
                 )
-            known = self._engine.host_value(weight.detach())
+            known = self._engine.host_value(weight)
             if known is None:
                 return weight.detach().to(device=self._engine.layout.device, dtype=torch.float64, copy=True).reshape(())
             weight = known
@@ -183,8 +206,27 @@ class Window:
             )
         return value
 
-    def take(self, declared: Declared, weight: Scalar, clear: bool = True) -> None:
-        """Take the gradients that a finished backward left in ``.grad``."""
+    def take(self, declared: Declared, weight: Scalar) -> None:
+        """Take the gradients that a finished backward left in ``.grad``, as one micro-batch."""
+        grads, owned = self._collect(clear=True, required=not (isinstance(weight, float) and weight == 0.0))
+        self.record(declared, weight)
+        self._pending.append(grads)
+        self._pending_factors.append(self.factor(declared.reduction, weight))
+        closing = self._closes_after is not None and self.micro_batches >= self._closes_after
+        if not owned and not closing:
+            self._flush_pending()
+        if self.micro_batches == 2:
+            self._optimizer._warn_about_batch_norm()
+
+    def take_summed(self) -> None:
+        """Take what autograd has summed over the recorded micro-batches; ``.grad`` stays where it is."""
+        grads, _ = self._collect(clear=False, required=False)
+        self._pending, self._pending_factors = [grads], [1.0]
+        if self.micro_batches > 1:
+            self._optimizer._warn_about_batch_norm()
+
+    def _collect(self, clear: bool, required: bool) -> tuple[Piece, bool]:
+        """The gradients and whether nobody else can write them."""
         engine = self._engine
         if not engine.matches():
             self.discard("its parameters changed")
@@ -194,24 +236,15 @@ class Window:
                 "or moved to another device). The window is discarded; change parameters between windows."
             )
         grads, present, owned = engine.collector.collect(engine.touched.tensor, clear)
-        if present == 0 and not (isinstance(weight, float) and weight == 0.0):
+        if required and present == 0:
             raise WindowError(
                 f"{self._where}: micro-batch {self.micro_batches} has no gradient: no active parameter's .grad is set. "
                 "Call backward first; nothing was counted."
             )
-        self._record(declared, weight)
-        self._pending.append(grads)
-        self._pending_factors.append(self._factor(declared.reduction, weight))
-        if clear and not owned and not self._closing():
-            self._flush_pending()
-
-    def _closing(self) -> bool:
-        """Whether the caller commits right after this micro-batch, so that nothing is held beyond the call."""
-        steps = self._optimizer.options.accumulation_steps
-        return self._where == "step" and steps is not None and self.micro_batches >= steps
+        return grads, owned
 
     @staticmethod
-    def _factor(reduction: str, weight: Scalar) -> Scalar:
+    def factor(reduction: str, weight: Scalar) -> Scalar:
         """What multiplies the gradient: the weight of a mean, 1 for a sum; a weight of 0 selects 0 for both."""
         if reduction == "mean":
             return weight
@@ -219,13 +252,14 @@ class Window:
             return (weight != 0).to(torch.float64)
         return float(weight != 0)
 
-    def _record(self, declared: Declared, weight: Scalar) -> None:
+    def record(self, declared: Declared, weight: Scalar) -> None:
+        """Enter one micro-batch in the ledger."""
         self._unweighted = declared.weight is None
         self.weights.append(weight)
         loss = declared.loss
         if loss is not None:
             if isinstance(loss, torch.Tensor):
-                known = self._engine.host_value(loss.detach()) if loss.numel() == 1 else None
+                known = self._engine.host_value(loss) if loss.numel() == 1 else None
                 loss = loss.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
             self._losses.append(LossRecord(loss, weight, declared.reduction))
         if declared.samples is not None:
@@ -256,7 +290,7 @@ class Window:
             self.status, self._why = "discarded", why
         self._pending, self._pending_factors, self._stored = [], [], False
 
-    def close(self, counts: list[Scalar] | None = None) -> tuple[Cells, StepResult]:
+    def close(self) -> tuple[Cells, StepResult]:
         """Measure and clip what was taken; the optimizer then updates from ``update_arguments``."""
         self._require_open("committed")
         engine = self._engine
@@ -266,9 +300,8 @@ class Window:
             self._raise_nonfinite()
         if publish:
             self._stored, self._pending, self._pending_factors = True, [], []
-        counts = self.weights if counts is None else counts
-        engine.clip(cells, counts)
-        self._warn(counts)
+        engine.clip(cells, self.weights)
+        self._warn()
         result = StepResult(
             cells.total_norm, cells.clip_coef, cells.found_inf, cells.multiplier, cells.weight_sum,
             engine.learning_rates(), self.micro_batches, self._complete(self._samples), self._complete(self._tokens),
@@ -285,8 +318,8 @@ class Window:
         """Pieces that are not in the main grads, their factors, and whether the main grads hold the others."""
         return self._pending, self._pending_factors, self._stored
 
-    def _warn(self, counts: list[Scalar]) -> None:
-        if all(isinstance(count, float) and count == 0.0 for count in counts):
+    def _warn(self) -> None:
+        if all(isinstance(weight, float) and weight == 0.0 for weight in self.weights):
             warnings.warn(
                 f"{self._where}: the window's total weight is 0, so it has no gradient; no step was made.", stacklevel=4
             )

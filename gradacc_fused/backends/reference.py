@@ -209,6 +209,11 @@ def update_(
 State = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+def _decayed(grad: torch.Tensor, param: torch.Tensor, weight_decay: torch.Tensor) -> torch.Tensor:
+    """L2 decay; without one the parameter is not read: 0 * inf would be NaN."""
+    return torch.where(weight_decay != 0, grad + weight_decay * param, grad)
+
+
 def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):  # type: ignore[no-untyped-def]
     dtype = param.dtype
     step = step.to(torch.float64)
@@ -216,7 +221,7 @@ def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):  # type: igno
     if decoupled:
         param = param * (1 - row["lr"] * row["weight_decay"]).to(dtype)
     else:
-        grad = grad + row["weight_decay"].to(dtype) * param
+        grad = _decayed(grad, param, row["weight_decay"].to(dtype))
     new_exp_avg = exp_avg + (1 - row["beta1"]).to(dtype) * (grad - exp_avg)
     new_exp_avg_sq = row["beta2"].to(dtype) * exp_avg_sq + (1 - row["beta2"]).to(dtype) * grad * grad
     step_size = (row["lr"] / (1 - row["beta1"] ** step)).to(dtype)
@@ -227,7 +232,7 @@ def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):  # type: igno
 
 def _sgd(param, grad, buffer, row, step):  # type: ignore[no-untyped-def]
     dtype = param.dtype
-    grad = torch.where(row["maximize"] != 0, -grad, grad) + row["weight_decay"].to(dtype) * param
+    grad = _decayed(torch.where(row["maximize"] != 0, -grad, grad), param, row["weight_decay"].to(dtype))
     state: State = []
     if buffer is not None:
         momentum = row["momentum"].to(dtype)

@@ -1,0 +1,149 @@
+"""What ``step()`` means: a boundary each time, or every k-th time. Windows in a ``with`` block are apart from both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import WindowError
+from .results import Scalar
+from .window import Declared, Window
+
+if TYPE_CHECKING:
+    from .optimizer import GradAccumOptimizer
+
+
+class Boundary:
+    """Every ``step()`` is a boundary; autograd itself accumulates in ``.grad``, which stays visible.
+
+    What autograd has summed cannot be weighted afterwards: the weight multiplies the loss before its backward.
+    """
+
+    def __init__(self, optimizer: GradAccumOptimizer) -> None:
+        self._optimizer = optimizer
+        self._window: Window | None = None  # open while opt.backward() has declared micro-batches
+
+    micro_batches = 0  # the sum so far is the host's own .grad: nothing of ours is open
+
+    def backward(self, declared: Declared) -> None:
+        window = self._window or Window(self._optimizer, "backward", status="open")
+        weight = window.check(declared)
+        factor = window.factor(declared.reduction, weight)
+        if not (isinstance(factor, float) and factor == 0.0):  # else: not read, so not run
+            try:
+                window.run_backward(declared.loss, factor)
+            except BaseException:
+                self._window = None
+                raise
+        window.record(declared, weight)
+        self._window = window
+
+    def step(self, declared: Declared) -> None:
+        if declared.weight is not None:
+            raise ValueError(
+                "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already summed "
+                "the micro-batches: weigh them in opt.window() or opt.backward()."
+            )
+        window, self._window = self._window, None
+        if window is None:
+            window = Window(self._optimizer, "step", status="open")
+            if self._optimizer._engine.collector.first_with_grad() < 0:
+                return  # as torch: a step without gradients changes nothing
+            window.record(declared, 1.0)
+        window.take_summed()
+        self._optimizer._commit(window)
+
+    def flush(self) -> Window | None:
+        return None
+
+    def discard(self, why: str) -> None:
+        self._window = None
+
+
+class Counting:
+    """Every k-th ``step()`` is the real one; each takes the gradients of one micro-batch."""
+
+    def __init__(self, optimizer: GradAccumOptimizer, steps: int) -> None:
+        self._optimizer = optimizer
+        self._steps = steps
+        self._window: Window | None = None
+        self._declared: Declared | None = None  # by opt.backward(), for the step() that follows
+        if steps > 1:
+            optimizer._engine.watch_backward()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in the open window."""
+        return 0 if self._window is None else self._window.micro_batches
+
+    def _open_window(self) -> Window:
+        if self._window is None or self._window.status != "open":
+            self._window = Window(self._optimizer, "step", status="open", closes_after=self._steps)
+        return self._window
+
+    def _check(self, window: Window, declared: Declared) -> Scalar:
+        weighting = self._optimizer.options.weighting
+        if weighting != "given":
+            if declared.weight is not None and weighting == "equal":
+                raise ValueError(
+                    "step: weight was given but weighting='equal' counts every micro-batch alike. Use weighting='given'."
+                )
+            declared.weight = 1.0 if declared.weight is None else declared.weight
+        elif declared.weight is None:
+            window.require_weight()
+        return window.check(declared)
+
+    def _refuse_unfinished_backward(self) -> None:
+        collector = self._optimizer._engine.collector
+        if collector.unfinished_backward():
+            collector.reset_backward()
+            count = self.micro_batches
+            self._optimizer.discard()
+            raise WindowError(
+                f"step: the backward of micro-batch {count} began and did not finish; its gradients are partial. The "
+                "window is discarded and .grad cleared; nothing was applied. Start the logical batch anew."
+            )
+
+    def backward(self, declared: Declared) -> None:
+        window = self._open_window()
+        self._check(window, declared)
+        self._refuse_unfinished_backward()
+        if self._declared is not None:
+            raise WindowError(
+                f"backward: micro-batch {self.micro_batches} was not taken by step() yet. Call step() after each backward."
+            )
+        try:
+            window.run_backward(declared.loss)
+        except BaseException:
+            self._optimizer._engine.collector.reset_backward()
+            raise
+        self._declared = declared
+
+    def step(self, declared: Declared) -> None:
+        window = self._open_window()
+        said = self._declared
+        if said is not None:
+            if declared.weight is not None:
+                raise ValueError("step: weight was given to opt.backward() already; give it once.")
+            declared = Declared(
+                said.weight, said.reduction, said.loss if declared.loss is None else declared.loss,
+                said.samples if declared.samples is None else declared.samples,
+                said.tokens if declared.tokens is None else declared.tokens,
+            )  # fmt: skip
+        weight = self._check(window, declared)
+        self._refuse_unfinished_backward()
+        self._declared = None
+        window.make_room()
+        window.take(declared, weight)
+        if window.micro_batches >= self._steps:
+            self._window = None
+            self._optimizer._commit(window)
+
+    def flush(self) -> Window | None:
+        window, self._window = self._window, None
+        return window if window is not None and window.micro_batches > 0 else None
+
+    def discard(self, why: str) -> None:
+        if self._window is not None:
+            self._window.discard(why)
+        self._window = None
+        self._declared = None
