@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .errors import WindowError
@@ -80,17 +81,18 @@ class Counting:
             self._window = Window(self._optimizer, "step", status="open", closes_after=self._steps)
         return self._window
 
-    def _check(self, window: Window, declared: Declared) -> Scalar:
+    def _check(self, window: Window, declared: Declared) -> tuple[Declared, Scalar]:
+        """What was declared, with the weight that ``weighting`` gives it."""
         weighting = self._optimizer.options.weighting
-        if weighting != "given":
-            if declared.weight is not None and weighting == "equal":
-                raise ValueError(
-                    "step: weight was given but weighting='equal' counts every micro-batch alike. Use weighting='given'."
-                )
-            declared.weight = 1.0 if declared.weight is None else declared.weight
-        elif declared.weight is None:
+        if weighting == "equal" and declared.weight is not None:
+            raise ValueError(
+                "step: weight was given but weighting='equal' counts every micro-batch alike. Use weighting='given'."
+            )
+        if weighting == "given" and declared.weight is None:
             window.require_weight()
-        return window.check(declared)
+        if declared.weight is None:
+            declared = replace(declared, weight=1.0)
+        return declared, window.check(declared)
 
     def _refuse_unfinished_backward(self) -> None:
         collector = self._optimizer._engine.collector
@@ -129,7 +131,7 @@ class Counting:
                 said.samples if declared.samples is None else declared.samples,
                 said.tokens if declared.tokens is None else declared.tokens,
             )  # fmt: skip
-        weight = self._check(window, declared)
+        declared, weight = self._check(window, declared)
         self._refuse_unfinished_backward()
         self._declared = None
         window.make_room()

@@ -277,6 +277,8 @@ class Window:
     # -- end -----------------------------------------------------------------------------------------------------
 
     def _require_open(self, what: str) -> None:
+        if self.status == "new":
+            raise WindowError(f"{self._where}: its with block has not been entered. Write 'with opt.window() as window:'.")
         if self.status != "open":
             because = f" ({self._why})" if self._why else ""
             raise WindowError(
