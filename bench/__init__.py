@@ -2,4 +2,5 @@
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch loads: its profiler reports every start and stop otherwise
+# Before torch loads: else its profiler reports every start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")

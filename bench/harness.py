@@ -86,7 +86,7 @@ def _in_section(event: FunctionEvent | None) -> bool:
 def window_bytes(k: int, m: int) -> int:
     """Bytes per element of a window: bf16 gradients and parameters, fp32 main grads, main params and moments.
 
-    A pass over j held gradients reads 2j, and reads and writes the fp32 sum with 4 each; the first finds no sum to read.
+    A pass over j held gradients reads 2j, and reads and writes the fp32 sum at 4 each; the first finds no sum to read.
     The closing pass only measures, so nothing is written, and the update reads the same again.
     """
     flushes = -(-k // m) - 1
@@ -100,8 +100,8 @@ def window_bytes(k: int, m: int) -> int:
 def time_paths(paths: Sequence[Path], grads: Grads, seconds: float) -> list[list[float]]:
     """Seconds of every repeat of each path.
 
-    The paths take turns, so that a slow moment of the machine hits all alike, and in an order that changes, so that none
-    always finds the caches as the same other one left them.
+    The paths take turns, so that a slow moment of the machine hits all alike. Their order changes, so that none always
+    finds the caches as the same other one left them.
     """
     for path in paths:
         for _ in range(WARM_UP):
