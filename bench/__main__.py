@@ -15,12 +15,13 @@ import torch
 
 import gradacc_fused as gf
 
-from .harness import MIN_REPEATS, WARM_UP, Row, measure
+from .harness import MIN_REPEATS, WARM_UP, Neighbours, Row, measure
 from .paths import make_grads
 from .shapes import PARAMETER_LISTS, elements
 
 QUICK_LISTS, QUICK_KS = ("small", "lora"), (4, 1)
 ALL_KS = (1, 4, 8)
+QUIET = 0.1  # cores that other processes may use on average
 HEADINGS = ("params", "k", "m", "path", "ms", "/ stock", "op calls", "B/element", "GB/s")
 
 
@@ -41,7 +42,7 @@ def environment() -> dict[str, str | int]:
 def cells(row: Row) -> list[str]:
     """A row as text, in the order of HEADINGS."""
     return [
-        row.params, str(row.k), "-" if row.m is None else str(row.m), row.path, f"{row.ms:.3f}", f"{row.ratio:.2f}",
+        row.params, str(row.k), "-" if row.m is None else str(row.m), row.path, f"{row.ms:.2f}", f"{row.ratio:.2f}",
         str(row.op_calls), "-" if row.bytes_per_element is None else str(row.bytes_per_element),
         "-" if row.gb_s is None else f"{row.gb_s:.1f}",
     ]  # fmt: skip
@@ -61,7 +62,7 @@ def show(rows: Sequence[Row], where: dict[str, str | int]) -> None:
         for line in (HEADINGS, *texts):
             print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("params", "path") else "right", no_wrap=True)
     for row, text, following in zip(rows, texts, [*rows[1:], None], strict=True):
@@ -90,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK_LISTS)} only, with k = 4 and 1")
     parser.add_argument("--params", action="append", choices=list(PARAMETER_LISTS), help="a parameter list; repeatable")
-    parser.add_argument("--seconds", type=float, default=2.0, help="repeat for this long per list and k (default 2)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="repeat for this long per list and k (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write environment and rows")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
     return parser.parse_args(arguments)
@@ -109,14 +110,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     names = options.params or (QUICK_LISTS if options.quick else list(PARAMETER_LISTS))
     ks = QUICK_KS if options.quick else ALL_KS
     rows: list[Row] = []
+    disturbed: list[str] = []
     for name in names:
         shapes = PARAMETER_LISTS[name]()
         print(f"{name}: {len(shapes)} tensors, {elements(shapes):,} elements", flush=True)
         grads = make_grads(shapes, max(ks))
         for k in ks:
+            neighbours = Neighbours()
             rows += measure(name, shapes, k, grads, options.seconds)
-    where = environment()
+            cores = neighbours.cores()
+            if cores is not None and cores > QUIET:
+                disturbed.append(f"{name} k={k} ({cores:.2f})")
+    where = environment() | {"disturbed": ", ".join(disturbed) or "no"}
     show(rows, where)
+    if disturbed:
+        print(f"Other processes used cores during {', '.join(disturbed)}: do not trust these rows, run them again.")
     if options.json:
         write_json(options.json, rows, where)
     if options.csv:

@@ -1,0 +1,84 @@
+"""``gradacc-fused``: doctor and demo. Needs the ``cli`` extra; the demo also the ``demo`` extra."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def _missing(extra: str, error: ImportError) -> SystemExit:
+    return SystemExit(f"gradacc-fused needs {error.name}. Run: pip install 'gradacc_fused[{extra}]'")
+
+
+def _doctor() -> None:
+    import platform
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import __version__
+    from .backends import registry
+
+    console = Console()
+    table = Table(title=f"gradacc_fused {__version__}", title_justify="left")
+    for column in ("backend", "available", "devices", "reason"):
+        table.add_column(column, overflow="fold")
+    for status in registry.backends().values():
+        available = "[green]yes[/green]" if status.available else "[red]no[/red]"
+        table.add_row(status.name, available, ", ".join(status.devices), status.reason)
+    console.print(table)
+    chosen = registry.choose(torch.device("cpu")).__name__.rpartition(".")[2]
+    console.print(f"CPU tensors run on '{chosen}'" + _instruction_set())
+    console.print(
+        f"torch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'}), Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+def _instruction_set() -> str:
+    try:
+        from . import _C
+    except ImportError:
+        return ""
+    return f", instruction set {_C.isa()}"
+
+
+def _app():  # type: ignore[no-untyped-def]
+    import typer
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact, fused gradient accumulation.")
+
+    @app.command()
+    def doctor() -> None:
+        """Say which backends are available here, and why the others are not."""
+        _doctor()
+
+    @app.command()
+    def demo(
+        windows: int = typer.Option(60, min=2, help="Real steps of each of the three trainings."),
+        output: Path = typer.Option(Path("demo_output"), help="Folder for the loss-curve picture."),
+        seed: int = typer.Option(0, help="Seed of the model and of the order of the text."),
+        repeats: int = typer.Option(15, min=1, help="Windows timed."),
+    ) -> None:
+        """Train a small GPT on whole batches, with our window and with the usual loop, and compare."""
+        try:
+            from .demo.report import run
+        except ImportError as error:
+            raise _missing("demo", error) from error
+        run(windows, output, seed, repeats)
+
+    return app
+
+
+def main() -> None:
+    """Entry point of the ``gradacc-fused`` command."""
+    try:
+        app = _app()
+    except ImportError as error:
+        raise _missing("cli", error) from error
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The registry: asked for by name it obeys or raises with the reason; imports point one way."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from models import scalar
+
+import gradacc_fused as gf
+from gradacc_fused.backends import registry
+
+PACKAGE = Path(gf.__file__).parent
+
+
+def test_every_backend_is_listed_with_a_reason_for_each_absence():
+    statuses = gf.backends()
+    assert list(statuses) == ["cuda", "triton", "cpu", "reference"]
+    for name, status in statuses.items():
+        assert status.available or len(status.reason) > 20
+        assert str(status).startswith(f"{name}: ")
+    assert statuses["reference"].available
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_a_backend_that_is_not_here_is_refused_with_the_reason(name):
+    with pytest.raises(gf.BackendUnavailableError, match=f"backend '{name}' was asked for and cannot run here: .+"):
+        scalar(name)
+
+
+def test_the_environment_variable_is_obeyed_or_raises(monkeypatch):
+    monkeypatch.setenv("GRADACC_FUSED_BACKEND", "reference")
+    assert scalar()[1].backend == "reference"
+    monkeypatch.setenv("GRADACC_FUSED_BACKEND", "cuda")
+    with pytest.raises(gf.BackendUnavailableError, match="'cuda' was asked for"):
+        scalar()
+    monkeypatch.setenv("GRADACC_FUSED_BACKEND", "gpu")
+    with pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"):
+        scalar()
+    assert scalar("reference")[1].backend == "reference"  # the argument comes first
+
+
+@pytest.mark.compiled
+def test_cpu_is_chosen_for_cpu_and_refused_for_others():
+    assert scalar()[1].backend == "cpu"
+    param = torch.nn.Parameter(torch.ones(1, device="meta"))
+    with pytest.raises(gf.BackendUnavailableError, match="parameters are on meta; it serves cpu"):
+        gf.GradAccumOptimizer(torch.optim.SGD([param], lr=1.0), backend="cpu")
+    assert registry.choose(torch.device("meta")).__name__.endswith("reference")
+
+
+# Each module may import those of lower levels only: optimizer -> stages -> backends -> kernels.
+LEVELS = [
+    {"errors", "results", "layout", "options"},
+    {"checks", "collector", "attach", "guards", "buffers"},
+    {"_ops", "rules"},
+    {"backends.base", "backends.reference", "backends.cpu", "backends.registry"},
+    {"accumulate", "clip", "update", "engine"},
+    {"publish", "checkpoint", "window", "modes"},
+    {"optimizer"},
+    {"demo.text", "demo.model", "demo.train", "demo.measure", "demo.report"},
+    {"cli"},
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+# Within a level, listed explicitly.
+SIDEWAYS = {
+    ("layout", "errors"), ("checks", "layout"), ("buffers", "layout"), ("rules", "checks"),
+    ("backends.registry", "backends.base"), ("backends.registry", "backends.reference"), ("backends.registry", "backends.cpu"),
+    ("modes", "window"), ("checkpoint", "publish"), ("demo.model", "demo.text"), ("demo.train", "demo.model"),
+    ("demo.train", "demo.text"), ("demo.measure", "demo.train"), ("demo.measure", "demo.model"),
+    ("demo.report", "demo.measure"), ("demo.report", "demo.model"), ("demo.report", "demo.train"), ("demo.report", "demo.text"),
+}  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports at run time (a TYPE_CHECKING block is none)."""
+    tree = ast.parse(path.read_text())
+    folder = path.relative_to(PACKAGE).parent.parts
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in skipped:
+            base = folder[: len(folder) - node.level + 1]
+            module = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names = [".".join(filter(None, [module, alias.name])) for alias in node.names]
+            found |= {name for name in [module, *names] if name in LEVEL}
+    return found
+
+
+def test_imports_point_one_way():
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    seen = set()
+    for path in files:
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        if name.startswith("triton_kernels"):
+            continue
+        seen.add(name)
+        for other in imports(path):
+            down = LEVEL[other] < LEVEL[name] or (name, other) in SIDEWAYS
+            assert down, f"{name} imports {other}, which is not below it"
+    assert seen == set(LEVEL)
+
+
+def test_only_one_file_spells_torch_ops():
+    spelled = [path.name for path in PACKAGE.rglob("*.py") if "torch.ops" in path.read_text().replace("``torch.ops``", "")]
+    assert spelled == ["_ops.py"]
+
+
+def test_files_stay_small():
+    root = Path(__file__).resolve().parent.parent
+    for pattern in ("gradacc_fused/**/*.py", "csrc/**/*.*", "bench/*.py", "triton_kernels/*.py", "*.py"):
+        for path in root.glob(pattern):
+            assert len(path.read_text().splitlines()) <= 400, path
