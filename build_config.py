@@ -128,7 +128,7 @@ def parts(root: Path, environ: Mapping[str, str]) -> list[Part]:
 
 
 def extensions(root: Path) -> tuple[list, dict]:
-    """setuptools' ext_modules and cmdclass for this machine."""
+    """Setuptools' ext_modules and cmdclass for this machine."""
     cpu, cuda = parts(root, os.environ)
     for part in (cpu, cuda):
         print(f"gradacc_fused: {part.name}: " + ("building" if part.built else f"not built: {part.reason}"))

@@ -36,7 +36,8 @@ class Collector {
   Collector(std::vector<at::Tensor> params, std::vector<bool> active, at::Tensor absent);
 
   // Gradients of the active parameters, `absent` where there is none; .grad becomes None where `clear`. `touched`
-  // (uint8, one per active parameter) gets a 1 where a gradient was there. Sparse gradients are coalesced and made dense.
+  // (uint8, one per active parameter) gets a 1 where a gradient was there. Sparse gradients are coalesced and made
+  // dense.
   struct Collected {
     std::vector<at::Tensor> grads;
     int64_t present = 0;

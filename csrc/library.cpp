@@ -57,13 +57,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<std::vector<at::Tensor>, std::vector<bool>, at::Tensor>(), py::arg("params"), py::arg("active"),
            py::arg("absent"))
       // Returns (gradients, how many are there, owned): ownership is counted before Python holds references of its own.
-      .def("collect",
-           [](Collector& self, const at::Tensor& touched, bool clear) {
-             auto collected = self.collect(touched, clear);
-             const bool owned = clear && Collector::owned(collected.grads);
-             return std::make_tuple(std::move(collected.grads), collected.present, owned);
-           },
-           py::arg("touched"), py::arg("clear"))
+      .def(
+          "collect",
+          [](Collector& self, const at::Tensor& touched, bool clear) {
+            auto collected = self.collect(touched, clear);
+            const bool owned = clear && Collector::owned(collected.grads);
+            return std::make_tuple(std::move(collected.grads), collected.present, owned);
+          },
+          py::arg("touched"), py::arg("clear"))
       .def("first_with_grad", &Collector::first_with_grad)
       .def("first_outside_with_grad", &Collector::first_outside_with_grad)
       .def("clear_grads", &Collector::clear_grads)

@@ -41,14 +41,14 @@ GRADACC_HOST_DEVICE double square_root(double x) { return sqrt(x); }
 template <typename Math>
 struct RuleScalars {
   Math lr = 0;
-  Math weight_decay = 0;        // L2: added to the gradient
-  Math decay = 1;               // decoupled: 1 - lr * weight_decay, on the parameter
-  Math sign = 1;                // -1 when maximizing
+  Math weight_decay = 0;  // L2: added to the gradient
+  Math decay = 1;         // decoupled: 1 - lr * weight_decay, on the parameter
+  Math sign = 1;          // -1 when maximizing
   Math one_minus_beta1 = 0;
   Math beta2 = 0;
   Math one_minus_beta2 = 0;
   Math eps = 0;
-  Math step_size = 0;           // lr / bias_correction1
+  Math step_size = 0;  // lr / bias_correction1
   Math bias_correction2_sqrt = 1;
   Math momentum = 0;
   Math one_minus_dampening = 1;  // 1 on the first update of a momentum buffer

@@ -48,19 +48,19 @@ def op(name: str) -> Any:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::accumulate_")
-def _(main_grads, grads, weights, partials, found_inf, *, overwrite, store, norm_type):  # type: ignore[no-untyped-def]
+def _(main_grads, grads, weights, partials, found_inf, *, overwrite, store, norm_type):
     checks.check_accumulate(
         "accumulate_", main_grads, grads, weights, partials, found_inf, overwrite, store, norm_type
     )  # fmt: skip
 
 
 @torch.library.register_fake(f"{NAMESPACE}::norm_")
-def _(main_grads, partials, found_inf, *, norm_type):  # type: ignore[no-untyped-def]
+def _(main_grads, partials, found_inf, *, norm_type):
     checks.check_norm(main_grads, partials, found_inf, norm_type)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::clip_")
-def _(partials, counts, loss_scale, total_norm, clip_coef, multiplier, weight_sum, *, norm_type, max_norm):  # type: ignore[no-untyped-def]
+def _(partials, counts, loss_scale, total_norm, clip_coef, multiplier, weight_sum, *, norm_type, max_norm):
     cells = {
         "loss_scale": loss_scale, "total_norm": total_norm, "clip_coef": clip_coef, "multiplier": multiplier,
         "weight_sum": weight_sum,
@@ -72,7 +72,7 @@ def _(partials, counts, loss_scale, total_norm, clip_coef, multiplier, weight_su
 def _(
     params, main_params, exp_avgs, exp_avg_sqs, steps, main_grads, grads, weights, hyper, group_ids, touched,
     multiplier, found_inf, *, rule, max_grad_value,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     checks.check_update(
         params, main_params, exp_avgs, exp_avg_sqs, steps, main_grads, grads, weights, hyper, group_ids, touched,
         multiplier, found_inf, rule, max_grad_value,

@@ -9,7 +9,7 @@ import torch
 
 
 @cache
-def _attached_class(scheduler_class: type) -> type:
+def _attached_class(scheduler_class: Any) -> Any:
     """``scheduler_class`` with a ``step`` that leaves the advance to the optimizer; its state_dict stays the same."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -22,7 +22,7 @@ class Attached:
     """The schedulers attached to one optimizer."""
 
     def __init__(self) -> None:
-        self._schedulers: list[tuple[Any, type]] = []
+        self._schedulers: list[tuple[Any, Any]] = []
 
     def add(self, scheduler: Any) -> None:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -36,7 +36,7 @@ class Attached:
             )
         if any(scheduler is known for known, _ in self._schedulers):
             raise ValueError("attach: this scheduler is attached already; it would advance twice per step.")
-        scheduler_class = type(scheduler)
+        scheduler_class: Any = type(scheduler)
         scheduler.__class__ = _attached_class(scheduler_class)
         self._schedulers.append((scheduler, scheduler_class))
 

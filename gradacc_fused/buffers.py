@@ -5,12 +5,13 @@ from __future__ import annotations
 import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .layout import Layout, math_dtype
 
-_TYPECODES = {torch.float64: "d", torch.int32: "i", torch.uint8: "B"}
+_TYPECODES: dict[torch.dtype, Any] = {torch.float64: "d", torch.int32: "i", torch.uint8: "B"}
 
 
 class HostArray:
@@ -18,7 +19,7 @@ class HostArray:
 
     def __init__(self, numel: int, dtype: torch.dtype, shape: Sequence[int] | None = None) -> None:
         typecode = _TYPECODES[dtype]
-        self.values = array.array(typecode, bytes(max(numel, 1) * array.array(typecode).itemsize))
+        self.values: array.array[Any] = array.array(typecode, bytes(max(numel, 1) * array.array(typecode).itemsize))
         self.numel = numel
         self.tensor = torch.frombuffer(self.values, dtype=dtype)[:numel].view(shape or (numel,))
         self._zeros = self.values[:]

@@ -92,10 +92,8 @@ def check_gradient_arguments(
             f"{shape_text(weights)} on {weights.device}."
         )
     m = weights.numel()
-    if like is not None:
-        count = len(like)
-    else:
-        count = len(grads) // m if not main_grads and m > 0 else len(main_grads)
+    listed = len(grads) // m if not main_grads and m > 0 else len(main_grads)
+    count = listed if like is None else len(like)
     check_length(op, "main_grads", len(main_grads), count, optional=not read_main_grads)
     if len(grads) != m * count:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 
@@ -44,7 +43,7 @@ def _instruction_set() -> str:
     return f", instruction set {_C.isa()}"
 
 
-def _app():  # type: ignore[no-untyped-def]
+def _app():
     import typer
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, help="Exact, fused gradient accumulation.")
@@ -81,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

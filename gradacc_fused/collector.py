@@ -85,9 +85,7 @@ class Collector:
     def watch_backward(self) -> None:
         self.unwatch_backward()
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._accumulated)
-            for param in self.active_params
-            if param.is_leaf
+            param.register_post_accumulate_grad_hook(self._accumulated) for param in self.active_params if param.is_leaf
         ]
 
     def _accumulated(self, param: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def n_partials(tensors: Iterable[torch.Tensor]) -> int:
-    """How many partials ``accumulate_`` and ``norm_`` fill for a list: one per chunk of ``CHUNK`` elements, at least 1."""
+    """How many partials ``accumulate_`` and ``norm_`` fill: one per chunk of ``CHUNK`` elements, at least 1."""
     return max(1, sum(-(-tensor.numel() // CHUNK) for tensor in tensors))
 
 
@@ -58,8 +58,8 @@ def check_param(index: int, param: torch.Tensor) -> None:
     """Refuse by name what no kernel reads: complex, integer or sparse parameters."""
     if param.is_complex():
         raise TypeError(
-            f"GradAccumOptimizer: parameter {index} is {dtype_name(param.dtype)}; complex parameters are not supported. "
-            "Hold them as real pairs (torch.view_as_real) instead."
+            f"GradAccumOptimizer: parameter {index} is {dtype_name(param.dtype)}; complex parameters are not "
+            "supported. Hold them as real pairs (torch.view_as_real) instead."
         )
     if param.dtype not in GRADIENT_DTYPES:
         raise TypeError(
@@ -79,7 +79,10 @@ def build_layout(param_groups: Sequence[dict[str, Any]]) -> Layout:
     """
     everything = [param for group in param_groups for param in group["params"]]
     groups = [number for number, group in enumerate(param_groups) for _ in group["params"]]
-    params, indices, group_ids, offsets = [], [], [], []
+    params: list[torch.Tensor] = []
+    indices: list[int] = []
+    group_ids: list[int] = []
+    offsets: list[int] = []
     sizes: dict[torch.dtype, int] = {}
     for index, (param, group) in enumerate(zip(everything, groups, strict=True)):
         if not param.requires_grad:
@@ -88,8 +91,8 @@ def build_layout(param_groups: Sequence[dict[str, Any]]) -> Layout:
         first = params[0] if params else param
         if param.device != first.device:
             raise ValueError(
-                f"GradAccumOptimizer: parameter {index} is on {param.device}, parameter {indices[0]} on {first.device}; "
-                "one optimizer works on one device. Make one GradAccumOptimizer per device."
+                f"GradAccumOptimizer: parameter {index} is on {param.device}, parameter {indices[0]} on "
+                f"{first.device}; one optimizer works on one device. Make one GradAccumOptimizer per device."
             )
         dtype = math_dtype(param.dtype)
         offset = sizes.get(dtype, 0)

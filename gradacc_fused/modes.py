@@ -41,8 +41,8 @@ class Boundary:
     def step(self, declared: Declared) -> None:
         if declared.weight is not None:
             raise ValueError(
-                "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already summed "
-                "the micro-batches: weigh them in opt.window() or opt.backward()."
+                "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already "
+                "summed the micro-batches: weigh them in opt.window() or opt.backward()."
             )
         window, self._window = self._window, None
         if window is None:
@@ -111,7 +111,7 @@ class Counting:
         self._refuse_unfinished_backward()
         if self._declared is not None:
             raise WindowError(
-                f"backward: micro-batch {self.micro_batches} was not taken by step() yet. Call step() after each backward."
+                f"backward: micro-batch {self.micro_batches} was not taken by step() yet. Call step() after each one."
             )
         try:
             window.run_backward(declared.loss)

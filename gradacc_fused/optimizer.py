@@ -99,7 +99,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     # -- what a torch.optim.Optimizer has --------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups."""
         return self.inner.param_groups
 
@@ -108,11 +108,11 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self.inner.param_groups = groups
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state, made before it is first read."""
         if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__:
             self._make_state()
-        return self.inner.state  # type: ignore[return-value]
+        return self.inner.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
@@ -121,7 +121,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             self._engine.forget_state()
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self.inner.defaults
 
@@ -224,7 +224,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     # -- step ----------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
@@ -355,5 +355,3 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     def backend(self) -> str:
         """Name of the backend that serves the parameters."""
         return self._engine.backend.__name__.rpartition(".")[2]
-
-

@@ -31,14 +31,14 @@ class Options:
             raise ValueError(f"GradAccumOptimizer: weighting must be 'equal' or 'given', got {self.weighting!r}.")
         if steps is not None and steps > 1 and self.weighting is None:
             raise ValueError(
-                f"GradAccumOptimizer: accumulation_steps={steps} needs weighting, and nobody can guess it. 'equal': the "
-                "mean of micro-batch means (right when all micro-batches are the same size); 'given': pass "
+                f"GradAccumOptimizer: accumulation_steps={steps} needs weighting, and nobody can guess it. 'equal': "
+                "the mean of micro-batch means (right when all micro-batches are the same size); 'given': pass "
                 "step(weight=<samples or active tokens of the micro-batch>), its loss being a mean."
             )
         if steps is None and self.weighting is not None:
             raise ValueError(
-                f"GradAccumOptimizer: weighting={self.weighting!r} needs accumulation_steps. Without it every step() is "
-                "a boundary; weigh micro-batches in opt.window() or opt.backward()."
+                f"GradAccumOptimizer: weighting={self.weighting!r} needs accumulation_steps. Without it every step() "
+                "is a boundary; weigh micro-batches in opt.window() or opt.backward()."
             )
         self._check_positive("host_scale", self.host_scale)
         for name in ("max_grad_norm", "max_grad_value"):

@@ -102,11 +102,11 @@ class Publisher:
                 target.grad = grad.to(target.dtype)
             with self.stand_ins():
                 engine.inner.step()
-            for param, main_param in zip(params, self._main_params, strict=True):
-                if main_param is not None and main_param.grad is not None:
-                    param.copy_(main_param)
-                    main_param.grad = None
+            for param, stepped in zip(params, self._main_params, strict=True):
+                if stepped is not None and stepped.grad is not None:
+                    param.copy_(stepped)
+                    stepped.grad = None
         finally:
-            for param, grad in zip(params, kept, strict=True):
-                param.grad = grad
+            for param, before in zip(params, kept, strict=True):
+                param.grad = before
             engine.collector.remember()

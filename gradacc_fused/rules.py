@@ -63,7 +63,7 @@ def _row(group: dict[str, Any]) -> list[Any]:
 
 
 def fill_hyper(hyper: HostArray, param_groups: Sequence[dict[str, Any]], host_value: HostValue) -> torch.Tensor:
-    """Write the groups' rows into ``hyper``; tensor values (a tensor lr) are read on the host or copied on the device."""
+    """Write the groups' rows into ``hyper``; a tensor lr is read on the host, or copied on the device."""
     on_device = []
     row: list[float] = []
     for number, group in enumerate(param_groups):

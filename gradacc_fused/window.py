@@ -91,18 +91,17 @@ class Window:
         self._refuse_stale_grads("opened")
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._optimizer._leave_window(self)
         if error_type is not None:
             self.discard(f"{error_type.__name__} was raised in it")
-            return False
+            return
         self._require_open("committed")
         if self.micro_batches == 0:
             self.status = "committed"
             warnings.warn("the window closed without a micro-batch; no step was made.", stacklevel=2)
-            return False
+            return
         self._optimizer._commit(self)
-        return False
 
     def _refuse_stale_grads(self, what: str) -> None:
         index = self._engine.collector.first_with_grad()
@@ -111,8 +110,8 @@ class Window:
             self._engine.collector.clear_grads()
             self._optimizer._leave_window(self)
             raise WindowError(
-                f"{self._where}: parameter {index} already has a .grad where the window is {what}; it would be added to "
-                "the next micro-batch. Call opt.zero_grad() first, and run every backward of a window through "
+                f"{self._where}: parameter {index} already has a .grad where the window is {what}; it would be added "
+                "to the next micro-batch. Call opt.zero_grad() first, and run every backward of a window through "
                 "window.backward(). The window is discarded and .grad cleared."
             )
 
@@ -159,7 +158,7 @@ class Window:
             self._flush_pending()
 
     def run_backward(self, loss: torch.Tensor, factor: Scalar = 1.0) -> None:
-        """``(factor * loss).backward()``; on failure the window is discarded and half-written gradients are cleared."""
+        """``(factor * loss).backward()``; a failure discards the window and clears half-written gradients."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"{self._where}: loss must be a tensor with one element, got {got}. Reduce it first.")
@@ -232,8 +231,8 @@ class Window:
             self.discard("its parameters changed")
             engine.collector.clear_grads()
             raise WindowError(
-                f"{self._where}: the parameters changed in an open window (replaced, added, frozen or unfrozen, resized, "
-                "or moved to another device). The window is discarded; change parameters between windows."
+                f"{self._where}: the parameters changed in an open window (replaced, added, frozen or unfrozen, "
+                "resized, or moved to another device). The window is discarded; change parameters between windows."
             )
         grads, present, owned = engine.collector.collect(engine.touched.tensor, clear)
         if required and present == 0:
@@ -278,7 +277,9 @@ class Window:
 
     def _require_open(self, what: str) -> None:
         if self.status == "new":
-            raise WindowError(f"{self._where}: its with block has not been entered. Write 'with opt.window() as window:'.")
+            raise WindowError(
+                f"{self._where}: its with block has not been entered. Write 'with opt.window() as window:'."
+            )
         if self.status != "open":
             because = f" ({self._why})" if self._why else ""
             raise WindowError(

@@ -1,4 +1,4 @@
-"""Fixtures: every test that takes ``backend`` runs on each backend that is here; ``compiled`` tests need the extension."""
+"""Fixtures: a test that takes ``backend`` runs on each backend that is here; ``compiled`` needs the extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CASES B3 and B4: what cannot be built is found before compiling and told in a sentence; nothing compiled still works."""
+"""CASES B3 and B4: what cannot be built is found before compiling and told in a sentence."""
 
 from __future__ import annotations
 
@@ -79,8 +79,11 @@ def test_wishes():
         build_config.decide("cuda", "V", None, {"V": "yes"})
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environ, check=False
+    )  # fmt: skip
 
 
 def test_B3_importing_without_torch_says_what_to_do():
@@ -113,14 +116,8 @@ def test_B3_with_nothing_compiled_it_imports_says_why_and_trains():
 
 @pytest.mark.compiled
 def test_an_unknown_instruction_set_is_refused():
-    code = "import gradacc_fused._C as c; print(c.isa())"
-    environ = {**os.environ, "GRADACC_FUSED_ISA": "sse9"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch\n" + code], capture_output=True, text=True, env=environ, check=False, cwd=ROOT
-    )  # fmt: skip
-    assert "GRADACC_FUSED_ISA must be plain, avx2 or avx512, got 'sse9'" in done.stderr
-    environ["GRADACC_FUSED_ISA"] = "plain"
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch\n" + code], capture_output=True, text=True, env=environ, check=False, cwd=ROOT
-    )  # fmt: skip
-    assert done.stdout.strip() == "plain"
+    def isa(forced: str) -> subprocess.CompletedProcess[str]:
+        return python("import torch, gradacc_fused._C as c; print(c.isa())", GRADACC_FUSED_ISA=forced)
+
+    assert "GRADACC_FUSED_ISA must be plain, avx2 or avx512, got 'sse9'" in isa("sse9").stderr
+    assert isa("plain").stdout.strip() == "plain"

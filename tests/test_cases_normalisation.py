@@ -121,7 +121,10 @@ def test_N7_nobody_declared_the_denominator(backend):
     with pytest.raises(ValueError, match=r"accumulation_steps=4 needs weighting.*'equal'.*'given'"):
         scalar(backend, accumulation_steps=4)
     model, opt = scalar(backend)
-    with pytest.raises(gf.DenominatorError, match=r"micro-batch 1 has no weight.*weight=<active tokens>"), opt.window() as window:
+    with (
+        pytest.raises(gf.DenominatorError, match=r"micro-batch 1 has no weight.*weight=<active tokens>"),
+        opt.window() as window,
+    ):
         window.backward(model.loss_mean(A))
         window.backward(model.loss_mean(B))
     assert model.value == 0.0

@@ -17,7 +17,9 @@ from gradacc_fused.layout import ALIGN, build_layout
 
 
 def adamw(params, backend=None, lr=0.1, weight_decay=0.1, **options):
-    return gf.GradAccumOptimizer(torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay), backend=backend, **options)
+    return gf.GradAccumOptimizer(
+        torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay), backend=backend, **options
+    )
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
@@ -182,12 +184,15 @@ def test_P8_freezing_in_an_open_window_is_refused(backend):
 
 def test_P9_parameters_on_several_devices_are_refused_by_name(backend):
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
-    with pytest.raises(ValueError, match="parameter 2 is on meta, parameter 0 on cpu.*one GradAccumOptimizer per device"):
+    with pytest.raises(
+        ValueError, match="parameter 2 is on meta, parameter 0 on cpu.*one GradAccumOptimizer per device"
+    ):
         adamw(params, backend)
 
 
 @pytest.mark.parametrize(
-    "dtype, expected", [(torch.complex64, "complex parameters are not supported"), (torch.float8_e5m2, "must be float32")]
+    "dtype, expected",
+    [(torch.complex64, "complex parameters are not supported"), (torch.float8_e5m2, "must be float32")],
 )
 def test_parameters_that_no_kernel_reads_are_refused(backend, dtype, expected):
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).to(dtype))]

@@ -39,9 +39,7 @@ def test_step_hooks_fire_once_per_real_step(backend, inner):
     opt.register_step_pre_hook(lambda optimizer, args, kwargs: calls.append(("pre", optimizer is opt)))
     opt.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(("post", optimizer is opt)))
     made.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(("inner", optimizer is made)))
-    everywhere = register_optimizer_step_post_hook(
-        lambda optimizer, args, kwargs: calls.append(("global", True))
-    )
+    everywhere = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: calls.append(("global", True)))
     try:
         for step in range(7):
             x, y = batch(step)

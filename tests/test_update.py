@@ -20,7 +20,11 @@ EPS = 0.05
 RULES = {
     "adamw": ("adamw", torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3, "betas": (0.7, 0.9), "eps": EPS}),
     "adamw-maximize": ("adamw", torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3, "maximize": True, "eps": EPS}),
-    "adamw-small-beta": ("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.0, "betas": (0.2, 0.5), "eps": EPS}),
+    "adamw-small-beta": (
+        "adamw",
+        torch.optim.AdamW,
+        {"lr": 0.05, "weight_decay": 0.0, "betas": (0.2, 0.5), "eps": EPS},
+    ),
     "adam-l2": ("adam", torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.95), "eps": EPS}),
     "adam": ("adam", torch.optim.Adam, {"lr": 0.1, "maximize": True, "eps": EPS}),
     "sgd": ("sgd", torch.optim.SGD, {"lr": 0.2}),

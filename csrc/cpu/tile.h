@@ -46,24 +46,24 @@ GRADACC_INLINE void store_elements(Element* target, const Math* tile, int64_t n)
 }
 
 // Calls OPERATION with `elements` typed by DTYPE and moved to element START.
-#define GRADACC_BY_DTYPE(DTYPE, POINTER, START, CONSTNESS, OPERATION)            \
-  switch (DTYPE) {                                                              \
-    case Dtype::kFloat32: {                                                     \
-      auto* elements = static_cast<CONSTNESS float*>(POINTER) + (START);        \
-      OPERATION;                                                                \
-    } break;                                                                    \
-    case Dtype::kFloat64: {                                                     \
-      auto* elements = static_cast<CONSTNESS double*>(POINTER) + (START);       \
-      OPERATION;                                                                \
-    } break;                                                                    \
-    case Dtype::kFloat16: {                                                     \
-      auto* elements = static_cast<CONSTNESS Float16*>(POINTER) + (START);      \
-      OPERATION;                                                                \
-    } break;                                                                    \
-    case Dtype::kBFloat16: {                                                    \
-      auto* elements = static_cast<CONSTNESS BFloat16*>(POINTER) + (START);     \
-      OPERATION;                                                                \
-    } break;                                                                    \
+#define GRADACC_BY_DTYPE(DTYPE, POINTER, START, CONSTNESS, OPERATION)       \
+  switch (DTYPE) {                                                          \
+    case Dtype::kFloat32: {                                                 \
+      auto* elements = static_cast<CONSTNESS float*>(POINTER) + (START);    \
+      OPERATION;                                                            \
+    } break;                                                                \
+    case Dtype::kFloat64: {                                                 \
+      auto* elements = static_cast<CONSTNESS double*>(POINTER) + (START);   \
+      OPERATION;                                                            \
+    } break;                                                                \
+    case Dtype::kFloat16: {                                                 \
+      auto* elements = static_cast<CONSTNESS Float16*>(POINTER) + (START);  \
+      OPERATION;                                                            \
+    } break;                                                                \
+    case Dtype::kBFloat16: {                                                \
+      auto* elements = static_cast<CONSTNESS BFloat16*>(POINTER) + (START); \
+      OPERATION;                                                            \
+    } break;                                                                \
   }
 
 template <typename Math>

@@ -122,8 +122,8 @@ void update_cpu(at::TensorList params, at::TensorList main_params, at::TensorLis
   check_cells("update_", "hyper", hyper, at::kDouble, 0);
   TORCH_CHECK_VALUE(hyper.dim() == 2 && hyper.size(1) == kHyperColumns, "update_: hyper must have shape [groups, ",
                     static_cast<int>(kHyperColumns), "], got ", hyper.sizes(), ". Build it with hyper_rows().");
-  TORCH_CHECK_VALUE(max_grad_value > 0.0, "update_: max_grad_value must be positive (inf: none), got ",
-                    max_grad_value, ".");
+  TORCH_CHECK_VALUE(max_grad_value > 0.0, "update_: max_grad_value must be positive (inf: none), got ", max_grad_value,
+                    ".");
   check_cell("update_", "multiplier", multiplier);
   check_cell("update_", "found_inf", found_inf);
 

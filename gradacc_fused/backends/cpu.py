@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
 from .. import _ops, checks, layout
 
+_C: Any
 try:
-    from .. import _C
+    _C = importlib.import_module("gradacc_fused._C")
 except ImportError as error:  # told by unavailable_reason(); importing the package never fails for want of a backend
-    _C = None  # type: ignore[assignment]
+    _C = None
     _import_error = error
 
 Collector: Any = None if _C is None else _C.Collector

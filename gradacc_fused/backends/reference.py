@@ -33,7 +33,7 @@ def host_value(tensor: torch.Tensor) -> float | None:
 
 def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a 1-d tensor in the order they lie in memory."""
-    dims = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(dims).reshape(-1)
 
 
@@ -90,7 +90,7 @@ def accumulate_(
     _accumulate(main_grads, grads, weights, partials, found_inf, overwrite, store, norm_type, count, math)
 
 
-def _accumulate(main_grads, grads, weights, partials, found_inf, overwrite, store, norm_type, count, math):  # type: ignore[no-untyped-def]
+def _accumulate(main_grads, grads, weights, partials, found_inf, overwrite, store, norm_type, count, math):
     totals = []
     for i in range(count):
         pieces = grads[i::count]
@@ -142,7 +142,9 @@ def clip_(
     folded = partials.sum().sqrt() if norm_type == 2.0 else partials.amax() if partials.numel() else partials.sum()
     norm = torch.where(zero, 0.0, folded / denominator.abs())
     clips = math.isfinite(max_norm)
-    coefficient = torch.where(norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0) if clips else torch.ones_like(norm)
+    coefficient = (
+        torch.where(norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0) if clips else torch.ones_like(norm)
+    )
     usable = ~zero & torch.isfinite(denominator)
     if clips:
         usable = usable & torch.isfinite(norm)
@@ -214,7 +216,7 @@ def _decayed(grad: torch.Tensor, param: torch.Tensor, weight_decay: torch.Tensor
     return torch.where(weight_decay != 0, grad + weight_decay * param, grad)
 
 
-def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):  # type: ignore[no-untyped-def]
+def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):
     dtype = param.dtype
     step = step.to(torch.float64)
     grad = torch.where(row["maximize"] != 0, -grad, grad)
@@ -230,7 +232,7 @@ def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):  # type: igno
     return param - step_size * new_exp_avg / denominator, [(exp_avg, new_exp_avg), (exp_avg_sq, new_exp_avg_sq)]
 
 
-def _sgd(param, grad, buffer, row, step):  # type: ignore[no-untyped-def]
+def _sgd(param, grad, buffer, row, step):
     dtype = param.dtype
     grad = _decayed(torch.where(row["maximize"] != 0, -grad, grad), param, row["weight_decay"].to(dtype))
     state: State = []

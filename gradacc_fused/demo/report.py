@@ -59,9 +59,7 @@ def _draw(trainings: list[Training], path: Path) -> None:
     left.set(xlabel="real step", ylabel="logged loss per token", title="loss curves")
     left.legend()
     for training in trainings[1:]:
-        gaps = [
-            max(abs(mine - whole), 1e-9) for mine, whole in zip(training.losses, trainings[0].losses, strict=True)
-        ]
+        gaps = [max(abs(mine - whole), 1e-9) for mine, whole in zip(training.losses, trainings[0].losses, strict=True)]
         right.semilogy(gaps, label=training.trainer.name)
     right.set(xlabel="real step", ylabel="|logged loss - whole batch's|", title="distance from whole-batch training")
     right.legend()

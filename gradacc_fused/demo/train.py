@@ -121,7 +121,7 @@ class GradientProbe(torch.optim.Optimizer):
 
 def first_gradients(model: GPT, batch: Piece, pieces: Sequence[Piece]) -> dict[str, list[torch.Tensor]]:
     """The first logical batch's gradient, before clipping, as each of the three computes it."""
-    whole, usual, windowed = (make(copy.deepcopy(model)) for make in (Whole, Usual, Windowed))
+    whole, usual, windowed = Whole(copy.deepcopy(model)), Usual(copy.deepcopy(model)), Windowed(copy.deepcopy(model))
     whole.gradients(batch)
     usual.gradients(pieces)
     probe = GradientProbe(windowed.model.parameters())

@@ -1,0 +1,47 @@
+# Each target sets itself up: `make test` on a fresh clone makes .venv, installs torch, builds in place and runs.
+#   VENV    the virtual environment          (make test VENV=.venv-213)
+#   TORCH   what pip installs as torch       (make test VENV=.venv-213 TORCH=torch==2.13.0)
+#   PYTHON  the interpreter that makes VENV
+# The extension is built in place for one torch at a time: use one checkout per torch version.
+VENV ?= .venv
+TORCH ?= torch
+PYTHON ?= python3
+WINDOWS ?= 60
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
+SOURCES = setup.py build_config.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
+
+.PHONY: install demo test bench lint format clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH) setuptools wheel ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
+
+demo: install
+	$(VENV)/bin/gradacc-fused demo --windows $(WINDOWS) --output demo_output
+
+test: install
+	$(VENV)/bin/python -m pytest
+
+bench: install
+	$(VENV)/bin/python -m bench
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+
+clean:
+	rm -rf build dist *.egg-info gradacc_fused/_C*.so
