@@ -18,6 +18,7 @@ except ImportError as error:
     ) from error
 
 from .accumulate import accumulate_
+from .backends import cpu as _cpu  # noqa: F401  loads the compiled ops where they are
 from .backends import reference as _reference  # noqa: F401  registers the ops for every device
 from .backends.registry import BackendStatus, backends
 from .clip import clip_, norm_

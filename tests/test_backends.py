@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,18 @@ def test_cpu_is_chosen_for_cpu_and_refused_for_others():
     with pytest.raises(gf.BackendUnavailableError, match="parameters are on meta; it serves cpu"):
         gf.GradAccumOptimizer(torch.optim.SGD([param], lr=1.0), backend="cpu")
     assert registry.choose(torch.device("meta")).__name__.endswith("reference")
+
+
+@pytest.mark.compiled
+def test_importing_the_package_is_enough_for_compiled_ops():
+    """The stage functions run in C++ from the first call on, whether or not an optimizer was built before."""
+    code = (
+        "import torch, gradacc_fused as gf\n"
+        "keys = torch._C._dispatch_dump('gradacc_fused::accumulate_')\n"
+        "print('CPU: registered' in keys)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
 
 
 # Each module may import those of lower levels only: optimizer -> stages -> backends -> kernels.
