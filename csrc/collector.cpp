@@ -78,6 +78,33 @@ Collector::Collected Collector::collect(const at::Tensor& touched, bool clear) {
   return out;
 }
 
+namespace {
+
+// Whether a living Python wrapper is referred to by its tensor (so by torch's own account one reference more than what
+// Python code holds). It was not in older versions; asked of a tensor made for the purpose.
+bool tensors_hold_their_wrappers() {
+  const at::Tensor probe = at::empty({1});
+  PyObject* wrapper = THPVariable_Wrap(probe);
+  const bool holds = Py_REFCNT(wrapper) > 1;
+  Py_DECREF(wrapper);
+  return holds;
+}
+
+// Whether the piece has the only reference to a gradient. A wrapper that Python code once made and dropped counts for
+// nothing: it may stay alive with its tensor.
+bool only_ours(const at::Tensor& grad) {
+  if (grad.use_count() == 1) return true;
+  static const bool held_wrappers = tensors_hold_their_wrappers();
+  if (!held_wrappers || grad.use_count() != 2) return false;
+  PyObject* wrapper = THPVariable_Wrap(grad);
+  const bool was_the_wrappers = grad.use_count() == 2;  // else: a C++ reference, and the wrapper is new
+  const bool alone = was_the_wrappers && Py_REFCNT(wrapper) == 2;
+  Py_DECREF(wrapper);
+  return alone;
+}
+
+}  // namespace
+
 bool Collector::owned(const std::vector<at::Tensor>& grads) {
   std::unordered_map<const c10::StorageImpl*, size_t> uses;
   for (const at::Tensor& grad : grads) {
@@ -88,7 +115,7 @@ bool Collector::owned(const std::vector<at::Tensor>& grads) {
     if (grad.numel() == 0) continue;
     // One use per tensor of the piece, and no Python or C++ reference to the tensor besides the piece's own.
     if (grad.storage().use_count() != uses[grad.storage().unsafeGetStorageImpl()]) return false;
-    if (grad.use_count() != 1) return false;
+    if (!only_ours(grad)) return false;
   }
   return true;
 }

@@ -352,6 +352,17 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         return f"GradAccumOptimizer({mode}, backend={self.backend}, inner={self.inner!r})"
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler before it steps: it scales every micro-batch and unscales at every step."""
+        if isinstance(self._mode, Counting):
+            raise WindowError(
+                "GradScaler: it unscales and checks at every step(), but with accumulation_steps most calls only take a "
+                "micro-batch. Use boundary mode (leave accumulation_steps out and call scaler.step once per logical "
+                "batch), or train in bf16, which needs no loss scale."
+            )
+        return False
+
+    @property
     def backend(self) -> str:
         """Name of the backend that serves the parameters."""
         return self._engine.backend.__name__.rpartition(".")[2]

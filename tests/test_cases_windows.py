@@ -323,3 +323,22 @@ def test_gradients_that_somebody_else_can_write_are_not_held(backend):
                 window.backward(Static.apply(model.p, value), weight=1)
                 static.fill_(99.0)
         assert model.value == -3.0
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_a_gradient_that_python_looked_at_is_held_unless_python_keeps_it(kept):
+    """Logging reads p.grad: that is no reason to flush early. A reference that is kept is one."""
+    model = mlp()
+    opt = gf.GradAccumOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, weighting="equal", defer=2
+    )
+    for step in range(2):
+        x, y = batch(step)
+        errors(model, x, y).mean().backward()
+        seen = [param.grad for param in model.parameters()]
+        assert all(torch.isfinite(grad).all() for grad in seen)
+        if not kept:
+            del seen
+        opt.step()
+    assert (opt._engine._main_grads is not None) == kept

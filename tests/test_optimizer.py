@@ -361,3 +361,20 @@ def test_step_arguments_that_do_not_fit_the_mode(backend):
         opt.step(weight=3)
     with pytest.raises(gf.WindowError, match="was not taken by step"):
         opt.backward(model.loss_mean([1.0]), weight=3)
+
+
+def test_M3_grad_scaler_works_in_boundary_mode_and_is_refused_in_counting_mode(backend):
+    model, opt = scalar(backend, max_grad_norm=10.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for tokens in ([1.0, 3.0], [float("inf")], [4.0]):
+        opt.zero_grad()
+        scaler.scale(model.loss_mean(tokens)).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    assert model.value == -6.0 and scaler.get_scale() == 512.0
+    model, opt = scalar(backend, accumulation_steps=2, weighting="equal")
+    scaler.scale(model.loss_mean([1.0])).backward()
+    with pytest.raises(gf.WindowError, match="GradScaler.*Use boundary mode"):
+        scaler.step(opt)
+    assert model.value == 0.0
