@@ -356,8 +356,8 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         """Asked by torch.amp.GradScaler before it steps: it scales every micro-batch and unscales at every step."""
         if isinstance(self._mode, Counting):
             raise WindowError(
-                "GradScaler: it unscales and checks at every step(), but with accumulation_steps most calls only take a "
-                "micro-batch. Use boundary mode (leave accumulation_steps out and call scaler.step once per logical "
+                "GradScaler: it unscales and checks at every step(), but with accumulation_steps most calls only take "
+                "a micro-batch. Use boundary mode (leave accumulation_steps out and call scaler.step once per logical "
                 "batch), or train in bf16, which needs no loss scale."
             )
         return False

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import CASES, NONFINITE_CASES, Case
+from sweep import assert_same_bits, sweep, threads
 from tolerances import NORM, accumulate_bound
 
 import gradacc_fused as gf
@@ -174,31 +175,14 @@ def test_every_16_bit_pattern_is_widened_exactly(dtype):
 @pytest.mark.compiled
 @CPU_CASES
 def test_isa_and_threads_have_the_same_bits(case):
-    """Every instruction set this machine runs, one thread and two."""
-    from gradacc_fused import _C
     from gradacc_fused.backends import registry
 
-    cpu, before, threads = registry.get("cpu"), _C.isa(), torch.get_num_threads()
-    results = []
-    try:
-        for isa in ("plain", "avx2", "avx512"):
-            try:
-                _C.use_isa(isa)
-            except ValueError as error:
-                assert "cannot run" in str(error)
-                continue
-            for count in (1, 2):
-                torch.set_num_threads(count)
-                main_grads = case.main_grads()
-                partials, _ = run(cpu, case, case.grads(), main_grads)
-                results.append([partials, *main_grads])
-    finally:
-        _C.use_isa(before)
-        torch.set_num_threads(threads)
-    assert len(results) >= 2
-    for other in results[1:]:
-        for mine, theirs in zip(results[0], other, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    def once() -> list[torch.Tensor]:
+        main_grads = case.main_grads()
+        partials, _ = run(registry.get("cpu"), case, case.grads(), main_grads)
+        return [partials, *main_grads]
+
+    assert_same_bits(sweep(once))
 
 
 @pytest.mark.compiled
@@ -206,13 +190,10 @@ def test_B6_twenty_runs_on_one_and_two_threads_have_the_same_bits():
     from gradacc_fused.backends import registry
 
     case = next(case for case in CASES if case.name == "mixed-dtypes")
-    cpu, threads, seen = registry.get("cpu"), torch.get_num_threads(), set()
-    try:
-        for number in range(20):
-            torch.set_num_threads(1 + number % 2)
+    seen = set()
+    for number in range(20):
+        with threads(1 + number % 2):
             main_grads = case.main_grads()
-            partials, _ = run(cpu, case, case.grads(), main_grads)
+            partials, _ = run(registry.get("cpu"), case, case.grads(), main_grads)
             seen.add(tuple(tensor.numpy().tobytes() for tensor in (partials, *main_grads)))
-    finally:
-        torch.set_num_threads(threads)
     assert len(seen) == 1

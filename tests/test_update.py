@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from cases import BF16, CASES, F16, F32, F64, Case, Entry, sizes
+from sweep import assert_same_bits, sweep
 from tolerances import STORED, UPDATE
 
 import gradacc_fused as gf
@@ -212,29 +213,14 @@ def test_write_back_rounds_to_nearest_even(dtype):
 @pytest.mark.compiled
 @pytest.mark.parametrize("rule", RULES)
 def test_isa_and_threads_have_the_same_bits(rule):
-    from gradacc_fused import _C
     from gradacc_fused.backends import registry
 
     case = next(case for case in CASES if case.name == "mixed-dtypes")
-    cpu, before, threads = registry.get("cpu"), _C.isa(), torch.get_num_threads()
-    results = []
-    try:
-        for isa in ("plain", "avx2", "avx512"):
-            try:
-                _C.use_isa(isa)
-            except ValueError as error:
-                assert "cannot run" in str(error)
-                continue
-            for count in (1, 2):
-                torch.set_num_threads(count)
-                updated = Updated(case, rule)
-                for step in range(2):
-                    updated.step(cpu, case.grads(seed=step), case.weights, multiplier=0.37)
-                results.append(updated.snapshot())
-    finally:
-        _C.use_isa(before)
-        torch.set_num_threads(threads)
-    assert len(results) >= 2
-    for other in results[1:]:
-        for mine, theirs in zip(results[0], other, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+    def once() -> list[torch.Tensor]:
+        updated = Updated(case, rule)
+        for step in range(2):
+            updated.step(registry.get("cpu"), case.grads(seed=step), case.weights, multiplier=0.37)
+        return updated.snapshot()
+
+    assert_same_bits(sweep(once))
