@@ -1,5 +1,5 @@
 // Argument checks of the registered ops: each message names the op, the argument with its index, what was expected,
-// what came and what to do. gradacc_fused/_ops.py words the same ones for the reference.
+// what came and what to do. gradacc_fused/checks.py words the same ones for the reference.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -2,11 +2,13 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
 #include <unordered_map>
 
 #include "checks.h"
@@ -19,27 +21,46 @@ struct BackwardWatch::State {
 
 BackwardWatch::~BackwardWatch() { unwatch(); }
 
+namespace {
+
+struct BeginHook : torch::autograd::FunctionPreHook {
+  explicit BeginHook(std::function<void()> begin) : begin_(std::move(begin)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    begin_();
+    return grads;
+  }
+  std::function<void()> begin_;
+};
+
+}  // namespace
+
 void BackwardWatch::watch(const std::vector<at::Tensor>& params) {
+  const bool unfinished_before = unfinished();
   unwatch();
   state_ = std::make_shared<State>();
+  state_->in_flight = unfinished_before;
+  const auto begin = [state = state_] {
+    if (!state->in_flight.exchange(true)) {
+      torch::autograd::Engine::get_default_engine().queue_callback([state] { state->in_flight = false; });
+    }
+  };
   for (const at::Tensor& param : params) {
     if (!param.requires_grad() || !param.is_leaf()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(param);
     if (!accumulator) continue;
-    auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [state = state_](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-          if (!state->in_flight.exchange(true)) {
-            torch::autograd::Engine::get_default_engine().queue_callback([state] { state->in_flight = false; });
-          }
-          return outputs;
-        });
-    const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+    auto hook = std::make_unique<BeginHook>(begin);
+    torch::autograd::FunctionPreHook* key = hook.get();
+    accumulator->add_pre_hook(std::move(hook));
     hooks_.emplace_back(std::move(accumulator), key);
   }
 }
 
 void BackwardWatch::unwatch() {
-  for (auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+  for (auto& [accumulator, key] : hooks_) {
+    auto& hooks = accumulator->pre_hooks();
+    hooks.erase(std::remove_if(hooks.begin(), hooks.end(), [k = key](const auto& hook) { return hook.get() == k; }),
+                hooks.end());
+  }
   hooks_.clear();
 }
 
@@ -121,17 +142,22 @@ bool Collector::owned(const std::vector<at::Tensor>& grads) {
 }
 
 int64_t Collector::first_with_grad() const {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i].grad().defined()) return static_cast<int64_t>(i);
+  for (int64_t index : active_index_) {
+    if (params_[index].grad().defined()) return index;
   }
   return -1;
 }
 
-int64_t Collector::first_outside_with_grad() const {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (!active_[i] && params_[i].requires_grad() && params_[i].grad().defined()) return static_cast<int64_t>(i);
+void Collector::remember_grads() {
+  seen_grads_.clear();
+  for (int64_t index : active_index_) seen_grads_.push_back(see(params_[index].grad()));
+}
+
+bool Collector::grads_unchanged() const {
+  for (size_t k = 0; k < seen_grads_.size(); ++k) {
+    if (!(see(params_[active_index_[k]].grad()) == seen_grads_[k])) return false;
   }
-  return -1;
+  return true;
 }
 
 void Collector::clear_grads() {
@@ -141,11 +167,12 @@ void Collector::clear_grads() {
 bool Collector::matches(const pybind11::list& param_lists) const {
   size_t i = 0;
   for (const pybind11::handle& group : param_lists) {
-    PyObject* list = group.ptr();
-    if (!PyList_Check(list)) return false;
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(list); ++k, ++i) {
+    const auto sequence = pybind11::reinterpret_steal<pybind11::object>(PySequence_Fast(group.ptr(), "params"));
+    if (!sequence) throw pybind11::error_already_set();
+    PyObject** items = PySequence_Fast_ITEMS(sequence.ptr());
+    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(sequence.ptr()); ++k, ++i) {
       if (i >= params_.size()) return false;
-      PyObject* item = PyList_GET_ITEM(list, k);
+      PyObject* item = items[k];
       if (!THPVariable_Check(item)) return false;
       const at::Tensor& param = THPVariable_Unpack(item);
       if (param.unsafeGetTensorImpl() != params_[i].unsafeGetTensorImpl()) return false;
@@ -157,21 +184,21 @@ bool Collector::matches(const pybind11::list& param_lists) const {
   return i == params_.size();
 }
 
-Collector::Seen Collector::see(size_t index) const {
-  const at::Tensor& param = params_[index];
-  return {param.is_inference() ? 0u : static_cast<uint32_t>(param._version()),
-          param.has_storage() ? param.const_data_ptr() : nullptr};
+Collector::Seen Collector::see(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {0u, nullptr};
+  return {tensor.is_inference() ? 0u : static_cast<uint32_t>(tensor._version()),
+          tensor.has_storage() ? tensor.const_data_ptr() : tensor.unsafeGetTensorImpl()};
 }
 
 void Collector::remember() {
   seen_.clear();
-  for (int64_t index : active_index_) seen_.push_back(see(index));
+  for (int64_t index : active_index_) seen_.push_back(see(params_[index]));
 }
 
 std::vector<int64_t> Collector::changed() const {
   std::vector<int64_t> out;
   for (size_t k = 0; k < seen_.size(); ++k) {
-    if (!(see(active_index_[k]) == seen_[k])) out.push_back(static_cast<int64_t>(k));
+    if (!(see(params_[active_index_[k]]) == seen_[k])) out.push_back(static_cast<int64_t>(k));
   }
   return out;
 }

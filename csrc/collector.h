@@ -12,8 +12,8 @@
 
 namespace gradacc {
 
-// Whether a backward that began writing gradients also ended. Hooks on the gradient accumulators set it; the engine
-// runs the completion callback only when the whole backward went through.
+// Whether a backward that began writing gradients also ended. Hooks that run before the gradient accumulators set it;
+// the engine runs the completion callback only when the whole backward went through.
 class BackwardWatch {
  public:
   ~BackwardWatch();
@@ -27,7 +27,7 @@ class BackwardWatch {
   std::shared_ptr<State> state_;
   // A shared or an intrusive pointer to the node, by torch version. Held: a parameter only refers to it weakly.
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-  std::vector<std::pair<Accumulator, uintptr_t>> hooks_;
+  std::vector<std::pair<Accumulator, torch::autograd::FunctionPreHook*>> hooks_;
 };
 
 class Collector {
@@ -45,10 +45,11 @@ class Collector {
   Collected collect(const at::Tensor& touched, bool clear);
   // Whether nobody else can write the gradients of a collected piece: each storage is used by the piece alone.
   static bool owned(const std::vector<at::Tensor>& grads);
-  // Index of the first parameter whose .grad is set, or -1.
+  // Index (among all parameters) of the first active parameter whose .grad is set, or -1.
   int64_t first_with_grad() const;
-  // Index of the first parameter outside the layout (frozen when it was built) whose .grad is set, or -1.
-  int64_t first_outside_with_grad() const;
+  // Remembers the gradients as they are; whether they are the same tensors since, not written and not cleared.
+  void remember_grads();
+  bool grads_unchanged() const;
   void clear_grads();
   // Whether the layout still describes the parameters: the same objects in the same order, the same requires_grad,
   // shapes, dtypes and devices.
@@ -67,7 +68,7 @@ class Collector {
     const void* address;
     bool operator==(const Seen& other) const { return version == other.version && address == other.address; }
   };
-  Seen see(size_t index) const;
+  static Seen see(const at::Tensor& tensor);
 
   std::vector<at::Tensor> params_;
   std::vector<bool> active_;
@@ -76,6 +77,7 @@ class Collector {
   std::vector<std::vector<int64_t>> sizes_;
   std::vector<at::ScalarType> dtypes_;
   std::vector<Seen> seen_;
+  std::vector<Seen> seen_grads_;
   BackwardWatch watch_;
 };
 

@@ -66,7 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("touched"), py::arg("clear"))
       .def("first_with_grad", &Collector::first_with_grad)
-      .def("first_outside_with_grad", &Collector::first_outside_with_grad)
+      .def("remember_grads", &Collector::remember_grads)
+      .def("grads_unchanged", &Collector::grads_unchanged)
       .def("clear_grads", &Collector::clear_grads)
       .def("matches", &Collector::matches, py::arg("param_lists"))
       .def("remember", &Collector::remember)

@@ -16,7 +16,8 @@
 
 namespace gradacc {
 
-// Columns of a hyper-parameter row (float64), one row per parameter group; gradacc_fused/rules.py names them alike.
+// Columns of a hyper-parameter row (float64), one row per parameter group; HYPER_COLUMNS in gradacc_fused/checks.py
+// names them alike.
 enum Hyper : int {
   kLr = 0,
   kWeightDecay = 1,

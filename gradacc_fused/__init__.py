@@ -1,12 +1,14 @@
 """gradacc_fused: gradient accumulation, exact by construction and at the floor of bytes and launches.
 
-import gradacc_fused as gf
+Example::
 
-opt = gf.GradAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
-with opt.window() as window:
-for piece in pieces:
-loss_sum, n_active = model_loss(piece)
-window.backward(loss_sum, weight=n_active, reduction="sum")
+    import gradacc_fused as gf
+
+    opt = gf.GradAccumOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), max_grad_norm=1.0)
+    with opt.window() as window:
+        for piece in pieces:
+            loss_sum, n_active = model_loss(piece)
+            window.backward(loss_sum, weight=n_active, reduction="sum")
 """
 
 try:

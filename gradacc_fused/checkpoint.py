@@ -52,6 +52,15 @@ def _check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
         )
 
 
+def _check_shape(param_of: dict[Any, torch.Tensor], param: torch.Tensor, key: str, value: Any) -> None:
+    if value.shape != param.shape:
+        index = next(index for index, known in param_of.items() if known is param)
+        raise ValueError(
+            f"load_state_dict: state[{index}]['{key}'] must have shape {list(param.shape)}, got {list(value.shape)}. "
+            "Nothing was loaded."
+        )
+
+
 def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
     """A copy of a state value: full-size tensors in the math dtype on the parameter's device."""
     if not isinstance(value, torch.Tensor):
@@ -65,7 +74,8 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
     """Load a state dict of ours or of the plain torch optimizer.
 
     Raises:
-        ValueError: Its groups do not have the optimizer's numbers of parameters. Nothing was changed.
+        ValueError: Its groups do not have the optimizer's numbers of parameters, or a state tensor not its parameter's
+            shape. Nothing was changed.
     """
     state_dict = state_dict.copy()
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -87,16 +97,18 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
         for index, entry in state_dict["state"].items()
         if index in param_of and MAIN_PARAM in entry
     }
+    for param, main_param in main_params.items():
+        _check_shape(param_of, param, MAIN_PARAM, main_param)
     if engine.rule is None:
         bare = {
             index: {key: value for key, value in entry.items() if key != MAIN_PARAM} if index in param_of else entry
             for index, entry in state_dict["state"].items()
         }
+        with optimizer._publisher.stand_ins():
+            inner.load_state_dict({"state": {k: v for k, v in bare.items() if v}, "param_groups": saved_groups})
         optimizer._publisher.restore_main_params(
             [main_params.get(param, param.detach()) for param in engine.layout.params]
         )
-        with optimizer._publisher.stand_ins():
-            inner.load_state_dict({"state": {k: v for k, v in bare.items() if v}, "param_groups": saved_groups})
     else:
         state: dict[Any, Any] = {
             param_of[index]: {key: _loaded(key, value, param_of[index]) for key, value in entry.items()}
@@ -104,11 +116,16 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
             else entry
             for index, entry in state_dict["state"].items()
         }
+        for param in engine.layout.params:
+            for key in (engine.rule.exp_avg_key, engine.rule.exp_avg_sq_key):
+                if (value := state.get(param, {}).get(key)) is not None:
+                    _check_shape(param_of, param, str(key), value)
         groups = [
             {**saved, "params": group["params"]} for group, saved in zip(inner.param_groups, saved_groups, strict=True)
         ]
         inner.__setstate__({"state": _default_dict(state), "param_groups": groups})
         engine.forget_state()
+        engine.choose_rule()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

@@ -23,6 +23,7 @@ class Collector:
         self.active_params = [param for param, is_active in zip(params, active, strict=True) if is_active]
         self._described = [(param.shape, param.dtype) for param in params]
         self._seen: list[tuple[int, int]] = []
+        self._seen_grads: list[tuple[int, int]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._in_flight = False
 
@@ -45,14 +46,17 @@ class Collector:
         return grads, present, False
 
     def first_with_grad(self) -> int:
-        return next((i for i, param in enumerate(self.params) if param.grad is not None), -1)
+        """Index (among all parameters) of the first active parameter whose .grad is set, or -1."""
+        having = (i for i, param in enumerate(self.params) if self.active[i] and param.grad is not None)
+        return next(having, -1)
 
-    def first_outside_with_grad(self) -> int:
-        outside = (
-            i for i, param in enumerate(self.params)
-            if not self.active[i] and param.requires_grad and param.grad is not None
-        )  # fmt: skip
-        return next(outside, -1)
+    def remember_grads(self) -> None:
+        """Remember the gradients as they are, for ``grads_unchanged``."""
+        self._seen_grads = [self._see(param.grad) for param in self.active_params]
+
+    def grads_unchanged(self) -> bool:
+        """Whether they are the same tensors since, not written and not cleared."""
+        return [self._see(param.grad) for param in self.active_params] == self._seen_grads
 
     def clear_grads(self) -> None:
         for param in self.params:
@@ -70,8 +74,12 @@ class Collector:
             )
         )  # fmt: skip
 
-    def _see(self, param: torch.Tensor) -> tuple[int, int]:
-        return (0 if param.is_inference() else param._version, param.data_ptr())
+    @staticmethod
+    def _see(tensor: torch.Tensor | None) -> tuple[int, int]:
+        if tensor is None:
+            return (0, 0)
+        address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+        return (0 if tensor.is_inference() else tensor._version, address)
 
     def remember(self) -> None:
         self._seen = [self._see(param) for param in self.active_params]
@@ -85,10 +93,10 @@ class Collector:
     def watch_backward(self) -> None:
         self.unwatch_backward()
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._accumulated) for param in self.active_params if param.is_leaf
+            param.register_hook(self._about_to_accumulate) for param in self.active_params if param.is_leaf
         ]
 
-    def _accumulated(self, param: torch.Tensor) -> None:
+    def _about_to_accumulate(self, grad: torch.Tensor) -> None:
         if not self._in_flight:
             self._in_flight = True
             torch.autograd.Variable._execution_engine.queue_callback(self.reset_backward)

@@ -9,12 +9,13 @@ import torch
 
 from .backends import registry
 from .backends.base import Backend
+from .backends.reference import gathered_gradient
 from .buffers import Cells, HostArray, WeightArrays, allocate_main_grads
 from .checks import HYPER_COLUMNS
-from .layout import Layout, build_layout
+from .layout import Layout, build_layout, math_dtype
 from .options import Options
 from .results import Scalar
-from .rules import RuleState, fill_hyper, rule_for
+from .rules import Rule, RuleState, fill_hyper, follow_param, rule_for
 
 Piece = list[torch.Tensor]
 
@@ -34,12 +35,14 @@ class Engine:
         self.inner = inner
         self.options = options
         self.collector: Any = None
+        self.rule: Rule | None = None
         self._weights = WeightArrays()
         self._counts = WeightArrays()
         self._scale = HostArray(1, torch.float64)
         self._main_grads: list[torch.Tensor] | None = None
         self._state: RuleState | None = None
         self._watching = False
+        self.unfinished_before = False
 
     # -- static part ---------------------------------------------------------------------------------------------
 
@@ -53,6 +56,13 @@ class Engine:
         """Rebuild the layout if the parameters changed. Only between windows."""
         if not self.matches():
             self.rebuild()
+        self.choose_rule()
+
+    def choose_rule(self) -> None:
+        """Take the rule that the groups' options ask for now; state is taken up anew where it changed."""
+        rule = rule_for(self.inner)
+        if rule is not self.rule:
+            self.rule, self._state = rule, None
 
     def rebuild(self) -> None:
         groups = self.inner.param_groups
@@ -61,6 +71,7 @@ class Engine:
         active = [False] * len(layout.all_params)
         for index in layout.indices:
             active[index] = True
+        unfinished = self.collector is not None and self.collector.unfinished_backward()
         self.close()
         self.layout, self.backend = layout, backend
         self.absent = torch.empty(0, device=layout.device)
@@ -73,11 +84,24 @@ class Engine:
         )  # fmt: skip
         self._group_ids = HostArray(len(layout.params), torch.int32)
         self._group_ids.fill(layout.group_ids)
-        self.rule = rule_for(self.inner)
         self._main_grads = None
         self._state = None
+        self.unfinished_before = unfinished
         if self._watching:
             self.collector.watch_backward()
+
+    def unfinished_backward(self) -> bool:
+        """Whether a backward began writing gradients and did not end; a rebuilt layout does not forget it."""
+        return self.unfinished_before or self.collector.unfinished_backward()
+
+    def clear_grads(self) -> None:
+        """Set every ``.grad`` to None, and with it forget an unfinished backward."""
+        self.collector.clear_grads()
+        self.forget_unfinished_backward()
+
+    def forget_unfinished_backward(self) -> None:
+        self.unfinished_before = False
+        self.collector.reset_backward()
 
     def watch_backward(self) -> None:
         """From now on know of a backward that began and did not end."""
@@ -104,6 +128,8 @@ class Engine:
     def state(self) -> RuleState:
         """State of the fused rule, made or taken up from the inner optimizer at first use."""
         state = self._state
+        if state is not None and not state.is_in(self.inner):
+            state = None
         late_momentum = (
             state is not None
             and not state.with_momentum
@@ -114,8 +140,6 @@ class Engine:
             with torch.no_grad():
                 state = RuleState(self.inner, self.layout, self.rule, self.options.master_weights)
             self._state = state
-            if state.main_params:
-                self.collector.remember()
         return state
 
     # -- host values ---------------------------------------------------------------------------------------------
@@ -133,12 +157,24 @@ class Engine:
     def learning_rates(self) -> tuple[Scalar, ...]:
         rates: list[Scalar] = []
         for group in self.inner.param_groups:
-            lr = group["lr"] if "lr" in group else float("nan")
+            lr = group.get("lr", 0.0)  # an optimizer of its own kind may have none
             if isinstance(lr, torch.Tensor):
                 known = self.backend.host_value(lr)
                 lr = lr.detach().clone() if known is None else known
             rates.append(lr)
         return tuple(rates)
+
+    def nonfinite_params(self, pieces: Sequence[Piece], factors: Sequence[Scalar], stored: bool) -> list[int]:
+        """Indices of the parameters whose accumulated gradient is not finite. Syncs."""
+        weights = self._weights.tensor(factors)
+        bad = []
+        for k, index in enumerate(self.layout.indices):
+            main_grad = self.main_grads[k] if stored else None
+            dtype = math_dtype(self.layout.params[k].dtype)
+            grad = gathered_gradient(main_grad, [piece[k] for piece in pieces], weights, dtype)
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                bad.append(index)
+        return bad
 
     # -- passes --------------------------------------------------------------------------------------------------
 
@@ -187,9 +223,11 @@ class Engine:
         assert self.rule is not None
         state = self.state
         if state.main_params:
-            for k in self.collector.changed():  # written by others since the last update: theirs is the newer value
+            everything = range(len(self.layout.params))
+            for k in self.collector.changed() if state.followed else everything:
                 if state.main_params[k].numel() > 0:
-                    state.main_params[k].copy_(self.layout.params[k])
+                    follow_param(state.main_params[k], self.layout.params[k])
+            state.followed = True
         self.backend.update_(
             list(self.layout.params), state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps,
             self.main_grads if stored else [], [grad for piece in pieces for grad in piece],

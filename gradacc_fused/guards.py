@@ -1,13 +1,26 @@
-"""Warnings about what makes a split batch train a different model whatever the optimizer does."""
+"""What cannot be accumulated for, and warnings about what makes a split batch train a different model."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def check_inner(inner: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that cannot step on one accumulated, dense gradient."""
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    why = ""
+    if isinstance(inner, torch.optim.SparseAdam):
+        why = "takes sparse gradients only. Use Adam"
+    elif closure is not None and closure.default is closure.empty:
+        why = "evaluates the loss itself, through a closure. Use an optimizer that steps on a gradient"
+    if why:
+        raise TypeError(f"GradAccumOptimizer: {type(inner).__name__} cannot step on an accumulated gradient: it {why}.")
 
 
 def training_batch_norms(params: Sequence[torch.Tensor]) -> list[str]:

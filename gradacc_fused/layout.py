@@ -75,7 +75,7 @@ def build_layout(param_groups: Sequence[dict[str, Any]]) -> Layout:
 
     Raises:
         TypeError: A parameter is complex, not floating point, or sparse.
-        ValueError: Parameters live on more than one device (named).
+        ValueError: Parameters live on more than one device, or one is listed twice (named).
     """
     everything = [param for group in param_groups for param in group["params"]]
     groups = [number for number, group in enumerate(param_groups) for _ in group["params"]]
@@ -84,7 +84,13 @@ def build_layout(param_groups: Sequence[dict[str, Any]]) -> Layout:
     group_ids: list[int] = []
     offsets: list[int] = []
     sizes: dict[torch.dtype, int] = {}
+    seen: dict[torch.Tensor, int] = {}
     for index, (param, group) in enumerate(zip(everything, groups, strict=True)):
+        if seen.setdefault(param, index) != index:
+            raise ValueError(
+                f"GradAccumOptimizer: parameter {index} is parameter {seen[param]} again; its gradient would count "
+                "twice. List each parameter once."
+            )
         if not param.requires_grad:
             continue
         check_param(index, param)

@@ -22,21 +22,46 @@ class Boundary:
     def __init__(self, optimizer: GradAccumOptimizer) -> None:
         self._optimizer = optimizer
         self._window: Window | None = None  # open while opt.backward() has declared micro-batches
+        self._failed = ""
 
     micro_batches = 0  # the sum so far is the host's own .grad: nothing of ours is open
 
     def backward(self, declared: Declared) -> None:
+        self._refuse_failed("backward")
         window = self._window or Window(self._optimizer, "backward", status="open")
         weight = window.check(declared)
+        self._refuse_others_grads(window)
         factor = window.factor(declared.reduction, weight)
-        if not (isinstance(factor, float) and factor == 0.0):  # else: not read, so not run
+        factor = float(factor)  # a device weight syncs here: 0 has to select nothing, not to multiply
+        if factor != 0.0:  # else: not read, so not run
             try:
                 window.run_backward(declared.loss, factor)
-            except BaseException:
-                self._window = None
+            except BaseException as error:
+                self._failed = f"backward of micro-batch {window.micro_batches} raised {type(error).__name__}"
                 raise
         window.record(declared, weight)
+        self._optimizer._engine.collector.remember_grads()
         self._window = window
+
+    def _refuse_failed(self, where: str) -> None:
+        if self._failed:
+            failed, self._failed = self._failed, ""
+            raise WindowError(
+                f"{where}: the logical batch is not complete: {failed}. Its gradients were cleared and nothing was "
+                "applied. Start the logical batch anew."
+            )
+
+    def _refuse_others_grads(self, window: Window) -> None:
+        """Between two opt.backward calls nobody else may write ``.grad``: the weights would no longer be its."""
+        collector = self._optimizer._engine.collector
+        first = window.micro_batches == 0
+        if not (collector.first_with_grad() < 0 if first else collector.grads_unchanged()):
+            self._optimizer._clear_grads()
+            raise WindowError(
+                f"backward: .grad was written or cleared by somebody else before micro-batch {window.micro_batches}, "
+                "so the declared weights are not those of its sum. The micro-batches are discarded and .grad cleared. "
+                "Call opt.zero_grad() at the start of a logical batch, and nothing that touches .grad before step()."
+            )
 
     def step(self, declared: Declared) -> None:
         if declared.weight is not None:
@@ -44,20 +69,27 @@ class Boundary:
                 "step: weight needs accumulation_steps with weighting='given'. Without them autograd has already "
                 "summed the micro-batches: weigh them in opt.window() or opt.backward()."
             )
-        window, self._window = self._window, None
+        self._refuse_failed("step")
+        window = self._window
         if window is None:
             window = Window(self._optimizer, "step", status="open")
             if self._optimizer._engine.collector.first_with_grad() < 0:
                 return  # as torch: a step without gradients changes nothing
             window.record(declared, 1.0)
+        elif any(said is not None for said in (declared.loss, declared.samples, declared.tokens)):
+            raise ValueError("step: loss, samples and tokens were for opt.backward() to say, for each micro-batch.")
+        self._window = None
         window.take_summed()
         self._optimizer._commit(window)
 
-    def flush(self) -> Window | None:
-        return None
+    def flush(self) -> bool:
+        if self._window is None:
+            return False
+        self.step(Declared())
+        return True
 
     def discard(self, why: str) -> None:
-        self._window = None
+        self._window, self._failed = None, ""
 
 
 class Counting:
@@ -68,8 +100,8 @@ class Counting:
         self._steps = steps
         self._window: Window | None = None
         self._declared: Declared | None = None  # by opt.backward(), for the step() that follows
-        if steps > 1:
-            optimizer._engine.watch_backward()
+        self._failed = ""
+        optimizer._engine.watch_backward()
 
     @property
     def micro_batches(self) -> int:
@@ -95,9 +127,7 @@ class Counting:
         return declared, window.check(declared)
 
     def _refuse_unfinished_backward(self) -> None:
-        collector = self._optimizer._engine.collector
-        if collector.unfinished_backward():
-            collector.reset_backward()
+        if self._optimizer._engine.unfinished_backward():
             count = self.micro_batches
             self._optimizer.discard()
             raise WindowError(
@@ -115,9 +145,10 @@ class Counting:
             )
         try:
             window.run_backward(declared.loss)
-        except BaseException:
-            self._optimizer._engine.collector.reset_backward()
+        except BaseException as error:
+            self._failed = f"backward of micro-batch {window.micro_batches} raised {type(error).__name__}"
             raise
+        self._failed = ""
         self._declared = declared
 
     def step(self, declared: Declared) -> None:
@@ -133,19 +164,22 @@ class Counting:
             )  # fmt: skip
         declared, weight = self._check(window, declared)
         self._refuse_unfinished_backward()
-        self._declared = None
         window.make_room()
-        window.take(declared, weight)
+        window.take(declared, weight, self._failed)
+        self._declared, self._failed = None, ""
         if window.micro_batches >= self._steps:
             self._window = None
             self._optimizer._commit(window)
 
-    def flush(self) -> Window | None:
+    def flush(self) -> bool:
         window, self._window = self._window, None
-        return window if window is not None and window.micro_batches > 0 else None
+        if window is None or window.micro_batches == 0:
+            return False
+        self._optimizer._commit(window)
+        return True
 
     def discard(self, why: str) -> None:
         if self._window is not None:
             self._window.discard(why)
         self._window = None
-        self._declared = None
+        self._declared, self._failed = None, ""

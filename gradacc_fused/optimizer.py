@@ -73,6 +73,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             )
         if isinstance(inner, GradAccumOptimizer):
             raise TypeError("GradAccumOptimizer: inner is already a GradAccumOptimizer; wrap the plain optimizer.")
+        guards.check_inner(inner)
         options = Options(
             accumulation_steps, weighting, host_scale, max_grad_norm, norm_type, max_grad_value, master_weights, defer,
             on_nonfinite, backend,
@@ -158,6 +159,12 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             return
         self._require_no_window("add_param_group")
         self.inner.add_param_group(param_group)
+        try:
+            self._engine.prepare()
+        except (TypeError, ValueError):
+            self.inner.param_groups.pop()
+            self._engine.prepare()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, exchangeable with plain torch for fp32 parameters; see checkpoint.py."""
@@ -172,11 +179,18 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle carry: the inner optimizer with groups and state, and the options."""
         self._require_no_window("deepcopy and pickle")
-        return {"inner": self.inner, "options": self.options, "main_params": self._publisher.saved_main_params()}
+        return {
+            "inner": self.inner,
+            "options": self.options,
+            "main_params": self._publisher.saved_main_params(),
+            "schedulers": self._attached.schedulers,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._initialise(state["inner"], state["options"])
         self._publisher.restore_main_params(state["main_params"])
+        for scheduler in state["schedulers"]:
+            self._attached.take_over(scheduler)
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -256,8 +270,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             loss = value if loss is None and isinstance(value, torch.Tensor) and value.numel() == 1 else loss
         if self._open is not None:
             raise WindowError("step: a 'with opt.window()' block is open and steps at its end. Call step() outside it.")
-        declared = Declared(weight, "mean", loss, samples, tokens)
-        self._mode.step(declared)
+        if self._publisher.is_probe():
+            self._publisher.probe()
+            return value
+        self._mode.step(Declared(weight, "mean", loss, samples, tokens))
         return value
 
     step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once per real step, from _commit
@@ -268,18 +284,18 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         Returns:
             The result, or None where there was nothing to flush.
         """
-        window = self._mode.flush()
-        if window is None:
-            return None
-        self._commit(window)
-        return self.last_result
+        return self.last_result if self._mode.flush() else None
 
     def discard(self) -> None:
         """Drop the open window and the gradients in ``.grad``; nothing moves."""
         if self._open is not None:
             self._open.discard("discard() was called")
-        self._mode.discard("discard() was called")
-        self._engine.collector.clear_grads()
+        self._clear_grads()
+
+    def _clear_grads(self) -> None:
+        """Clear ``.grad``, and with it what the modes know of it."""
+        self._mode.discard("its gradients were cleared")
+        self._engine.clear_grads()
 
     # -- the boundary --------------------------------------------------------------------------------------------
 
@@ -289,7 +305,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             guards.warn_about_batch_norm(self._engine.layout.params)
 
     def _commit(self, window: Window) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             cells, result = window.close()
             applies = self._applies(result)
             if applies:
@@ -303,8 +319,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         for optimizer in (self, self.inner):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LRScheduler asks whether a step came first
         if applies:
-            self._fire_hooks(torch_optimizer._global_optimizer_post_hooks, "_optimizer_step_post_hooks")
-            self._attached.advance()
+            try:
+                self._fire_hooks(torch_optimizer._global_optimizer_post_hooks, "_optimizer_step_post_hooks")
+            finally:
+                self._attached.advance()
 
     def _applies(self, result: StepResult) -> bool:
         """Whether the step is applied. On a device the answer would cost a sync: there the kernels alone decide."""
@@ -330,9 +348,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             scheduler: A torch.optim.lr_scheduler scheduler built on this optimizer or on the inner one.
 
         Raises:
-            TypeError: It has no epoch-wise ``step()`` (ReduceLROnPlateau needs a metric: call it yourself).
+            TypeError: It is no scheduler, or has no epoch-wise ``step()`` (ReduceLROnPlateau needs a metric).
+            ValueError: It schedules another optimizer, or is attached already.
         """
-        self._attached.add(scheduler)
+        self._attached.add(scheduler, (self, self.inner))
 
     def close(self) -> None:
         """Remove every hook from parameters and schedulers; an open window is discarded."""
@@ -344,6 +363,9 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         """Clear ``p.grad`` as torch does; what an open window has taken is not touched."""
         if isinstance(self._mode, Boundary):
             self._mode.discard("zero_grad() was called")
+        if self._taken() == 0:
+            self._engine.prepare()  # before the backward that follows: its parameters are to be watched
+        self._engine.forget_unfinished_backward()
         super().zero_grad(set_to_none=set_to_none)
 
     def __repr__(self) -> str:

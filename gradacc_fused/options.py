@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 WEIGHTINGS = ("equal", "given")
 
@@ -25,7 +26,7 @@ class Options:
 
     def __post_init__(self) -> None:
         steps = self.accumulation_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1):
             raise ValueError(f"GradAccumOptimizer: accumulation_steps must be a positive int or None, got {steps!r}.")
         if self.weighting is not None and self.weighting not in WEIGHTINGS:
             raise ValueError(f"GradAccumOptimizer: weighting must be 'equal' or 'given', got {self.weighting!r}.")
@@ -41,6 +42,8 @@ class Options:
                 "is a boundary; weigh micro-batches in opt.window() or opt.backward()."
             )
         self._check_positive("host_scale", self.host_scale)
+        if math.isinf(self.host_scale):
+            raise ValueError("GradAccumOptimizer: host_scale must be a positive finite number, got inf.")
         for name in ("max_grad_norm", "max_grad_value"):
             value = getattr(self, name)
             if value is not None:
@@ -49,13 +52,13 @@ class Options:
             raise ValueError(f"GradAccumOptimizer: norm_type must be 2 or inf, got {self.norm_type!r}.")
         if self.on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"GradAccumOptimizer: on_nonfinite must be 'skip' or 'raise', got {self.on_nonfinite!r}.")
-        if isinstance(self.defer, bool) or not isinstance(self.defer, int) or self.defer < 1:
+        if isinstance(self.defer, bool) or not isinstance(self.defer, Integral) or self.defer < 1:
             raise ValueError(f"GradAccumOptimizer: defer must be a positive int, got {self.defer!r}.")
 
     @staticmethod
     def _check_positive(name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
-            raise ValueError(f"GradAccumOptimizer: {name} must be a positive finite number, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+            raise ValueError(f"GradAccumOptimizer: {name} must be a positive number, got {value!r}.")
 
     @property
     def max_norm(self) -> float:

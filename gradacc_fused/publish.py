@@ -10,7 +10,7 @@ import torch
 from .buffers import Cells
 from .engine import Engine
 from .layout import Layout
-from .rules import adopt_main_param, needs_main_param
+from .rules import adopt_main_param, follow_param, needs_main_param
 
 
 class Publisher:
@@ -23,6 +23,7 @@ class Publisher:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._layout: Layout | None = None
+        self._followed = False  # whether main params were compared with their parameters since they were taken up
         self._main_params: list[torch.Tensor | None] = []
 
     def _refresh_main_params(self) -> None:
@@ -36,12 +37,13 @@ class Publisher:
                 else None
                 for param in engine.layout.params
             ]
-            self._layout = engine.layout
-            return
-        for k in engine.collector.changed():
+            self._layout, self._followed = engine.layout, False
+        changed: Sequence[int] = engine.collector.changed()
+        for k in changed if self._followed else range(len(engine.layout.params)):
             main_param = self._main_params[k]
             if main_param is not None:
-                main_param.copy_(engine.layout.params[k])
+                follow_param(main_param, engine.layout.params[k])
+        self._followed = True
 
     def saved_main_params(self) -> list[torch.Tensor | None]:
         """The main params that the published path holds, in layout order; none before its first step."""
@@ -57,11 +59,13 @@ class Publisher:
             for mine, saved in zip(self._main_params, main_params, strict=True):
                 if mine is not None and saved is not None:
                     mine.copy_(saved)
-            self._engine.collector.remember()
+            self._followed = False
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Main params stand in for their parameters in the inner optimizer's groups and state."""
+        with torch.no_grad():
+            self._refresh_main_params()
         inner = self._engine.inner
         of_param = {
             param: main_param
@@ -84,6 +88,32 @@ class Publisher:
                 if main_param in of_main:
                     inner.state[of_main[main_param]] = inner.state.pop(main_param)
 
+    def is_probe(self) -> bool:
+        """Whether a step is a call for the state to be made: no state, lr 0 and nothing but zero gradients.
+
+        torch.distributed.checkpoint makes one before it reads a state dict. It neither counts nor fires hooks. Fused
+        rules never come here: their state is made when it is read.
+        """
+        inner = self._engine.inner
+        if self._engine.rule is not None or inner.state:
+            return False
+        if not all("lr" in group and float(group["lr"]) == 0.0 for group in inner.param_groups):
+            return False
+        grads = [param.grad for group in inner.param_groups for param in group["params"] if param.grad is not None]
+        return bool(grads) and not any(bool(grad.any()) for grad in grads)
+
+    def probe(self) -> None:
+        """Run the inner optimizer's step on zero gradients, for a caller that wants its state made."""
+        self._refresh_main_params()
+        for main_param in self._main_params:
+            if main_param is not None:
+                main_param.grad = torch.zeros_like(main_param)
+        with self.stand_ins():
+            self._engine.inner.step()
+        for main_param in self._main_params:
+            if main_param is not None:
+                main_param.grad = None
+
     def step(self, cells: Cells) -> None:
         """Publish what the main grads hold and run the inner optimizer's step. ``.grad`` is left as it was before."""
         engine = self._engine
@@ -99,14 +129,15 @@ class Publisher:
                 grad = engine.main_grads[k].mul_(cells.multiplier).clamp_(-bound, bound)
                 main_param = self._main_params[k]
                 target = param if main_param is None else main_param
-                target.grad = grad.to(target.dtype)
+                target.grad = grad.to(target.dtype, copy=True)  # an optimizer may keep what it is given
             with self.stand_ins():
                 engine.inner.step()
+        finally:
+            # Where the inner step raised midway, what it did to main params shows in the parameters, as in torch.
             for param, stepped in zip(params, self._main_params, strict=True):
                 if stepped is not None and stepped.grad is not None:
                     param.copy_(stepped)
                     stepped.grad = None
-        finally:
             for param, before in zip(params, kept, strict=True):
                 param.grad = before
             engine.collector.remember()

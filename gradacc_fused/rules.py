@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -91,9 +92,18 @@ def hyper_rows(param_groups: Sequence[dict[str, Any]]) -> torch.Tensor:
 
 
 def adopt(value: Any, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """State that is there already, in the math dtype and the parameter's memory order; zeros where there is none."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+    """State that is there already, in the math dtype and the parameter's memory order; zeros where there is none.
+
+    Raises:
+        ValueError: It has another shape than the parameter.
+    """
+    if value is None:
         return state_like(param, dtype)
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"optimizer state of a parameter of shape {list(param.shape)} must have that shape, got {got}."
+        )
     like = state_like(param, dtype)
     if value.dtype == dtype and value.device == param.device and value.stride() == like.stride():
         return value
@@ -102,9 +112,15 @@ def adopt(value: Any, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def adopt_main_param(value: Any, param: torch.Tensor) -> torch.Tensor:
     """The fp32 main param of a low-precision parameter: the one that is there, else a copy of the parameter."""
-    if isinstance(value, torch.Tensor) and value.shape == param.shape:
+    if value is not None:
         return adopt(value, param, torch.float32)
     return state_like(param, torch.float32).copy_(param.detach())
+
+
+def follow_param(main_param: torch.Tensor, param: torch.Tensor) -> None:
+    """Take over the elements of a parameter that somebody else wrote: those that are not the main param rounded."""
+    ours = main_param.to(param.dtype) == param
+    main_param.copy_(torch.where(ours, main_param, param.to(main_param.dtype)))
 
 
 def needs_main_param(param: torch.Tensor, master_weights: bool) -> bool:
@@ -121,7 +137,10 @@ class RuleState:
 
     def __init__(self, inner: torch.optim.Optimizer, layout: Layout, rule: Rule, master_weights: bool) -> None:
         self.rule = rule
+        self.followed = False  # whether the main params were compared with their parameters since they were taken up
         self.steps = torch.zeros(len(layout.params), dtype=torch.float32, device=layout.device)
+        self._states: list[dict[str, Any]] = []
+        self._step_views: list[torch.Tensor] = []
         self.main_params: list[torch.Tensor] = []
         self.exp_avgs: list[torch.Tensor] = []
         self.exp_avg_sqs: list[torch.Tensor] = []
@@ -129,6 +148,7 @@ class RuleState:
         wants_main = [needs_main_param(param, master_weights) for param in layout.params]
         for k, param in enumerate(layout.params):
             state = inner.state[param]
+            self._states.append(state)
             dtype = math_dtype(param.dtype)
             if self.with_momentum:
                 self._adopt_step(state, k)
@@ -142,10 +162,28 @@ class RuleState:
             if any(wants_main):
                 self.main_params.append(state[MAIN_PARAM] if wants_main[k] else param.new_empty(0, dtype=torch.float32))
 
+        self._taken = list(inner.state.values())
+
+    def is_in(self, inner: torch.optim.Optimizer) -> bool:
+        """Whether ``inner.state`` still holds these tensors: nobody cleared it or put others in their place."""
+        if len(inner.state) != len(self._taken) or not all(map(is_, inner.state.values(), self._taken)):
+            return False
+        lists = {
+            self.rule.exp_avg_key: self.exp_avgs,
+            self.rule.exp_avg_sq_key: self.exp_avg_sqs,
+            self.rule.step_key: self._step_views,
+        }
+        return all(
+            all(map(is_, (state.get(key) for state in self._states), tensors))
+            for key, tensors in lists.items()
+            if tensors
+        )
+
     def _adopt_step(self, state: dict[str, Any], k: int) -> None:
         step = state.get(self.rule.step_key)
         if step is None and state.get(self.rule.exp_avg_key) is not None:
             step = 1.0  # a momentum buffer written by torch's SGD
         if step is not None:
-            self.steps[k] = torch.as_tensor(step, dtype=torch.float32)
-        state[self.rule.step_key] = self.steps[k]
+            self.steps[k] = torch.as_tensor(step, dtype=torch.float32).reshape(())
+        self._step_views.append(self.steps[k])
+        state[self.rule.step_key] = self._step_views[-1]

@@ -71,6 +71,11 @@ class Window:
         self._losses: list[LossRecord] = []
         self._samples: list[Scalar] = []
         self._tokens: list[Scalar] = []
+        if status == "open":
+            self._begin()
+
+    def _begin(self) -> None:
+        self.status = "open"
         self._engine.prepare()
         self._engine.touched.zero()
         self._rates = self._engine.learning_rates()
@@ -86,8 +91,7 @@ class Window:
         if self.status != "new":
             raise WindowError(f"window: this one is {self.status}; a window is used once. Call opt.window() again.")
         self._optimizer._enter_window(self)
-        self.status = "open"
-        self._engine.prepare()
+        self._begin()
         self._refuse_stale_grads("opened")
         return self
 
@@ -95,8 +99,10 @@ class Window:
         self._optimizer._leave_window(self)
         if error_type is not None:
             self.discard(f"{error_type.__name__} was raised in it")
+            self._optimizer._clear_grads()
             return
         self._require_open("committed")
+        self._refuse_stale_grads("committed")
         if self.micro_batches == 0:
             self.status = "committed"
             warnings.warn("the window closed without a micro-batch; no step was made.", stacklevel=2)
@@ -107,12 +113,12 @@ class Window:
         index = self._engine.collector.first_with_grad()
         if index >= 0:
             self.discard(f"parameter {index} had a .grad of its own")
-            self._engine.collector.clear_grads()
+            self._optimizer._clear_grads()
             self._optimizer._leave_window(self)
             raise WindowError(
-                f"{self._where}: parameter {index} already has a .grad where the window is {what}; it would be added "
-                "to the next micro-batch. Call opt.zero_grad() first, and run every backward of a window through "
-                "window.backward(). The window is discarded and .grad cleared."
+                f"{self._where}: parameter {index} has a .grad of somebody else's where the window is {what}; nobody "
+                "can say what it weighs. Call opt.zero_grad() before the window, and run every backward of a window "
+                "through window.backward(). The window is discarded and .grad cleared."
             )
 
     # -- micro-batches -------------------------------------------------------------------------------------------
@@ -133,8 +139,8 @@ class Window:
         Args:
             loss: The micro-batch's loss, one element.
             weight: How much of the logical batch it is: active tokens, samples; a number or a one-element tensor,
-                >= 0. 0 means that neither its gradient nor its loss is read. May be left out only if the window has
-                a single micro-batch.
+                finite and >= 0 (on a device that is not checked: it would cost a sync). 0 means that neither its
+                gradient nor its loss is read. May be left out only if the window has a single micro-batch.
             reduction: "mean" if ``loss`` is a mean over ``weight`` items, "sum" if it is their sum.
             samples: Samples in it, for the result.
             tokens: Tokens in it, for the result.
@@ -149,7 +155,7 @@ class Window:
         checked = self.check(declared)
         self._refuse_stale_grads("used")
         self.make_room()
-        self.run_backward(loss)
+        self.run_backward(loss, weight=checked)
         self.take(declared, checked)
 
     def make_room(self) -> None:
@@ -157,16 +163,20 @@ class Window:
         if len(self._pending) >= self._optimizer.options.defer:
             self._flush_pending()
 
-    def run_backward(self, loss: torch.Tensor, factor: Scalar = 1.0) -> None:
+    def run_backward(self, loss: torch.Tensor, factor: float = 1.0, weight: Scalar | None = None) -> None:
         """``(factor * loss).backward()``; a failure discards the window and clears half-written gradients."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"{self._where}: loss must be a tensor with one element, got {got}. Reduce it first.")
+        if isinstance(weight, float) and weight == 0.0 and not loss.requires_grad:
+            return  # not read, and there is nothing to run
         try:
-            (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
+            with torch.enable_grad():
+                scaled = loss if factor == 1.0 else loss * factor
+            scaled.backward()
         except BaseException as error:
             self.discard(f"backward of micro-batch {self.micro_batches} raised {type(error).__name__}")
-            self._engine.collector.clear_grads()
+            self._optimizer._clear_grads()
             raise
 
     def check(self, declared: Declared) -> Scalar:
@@ -193,21 +203,34 @@ class Window:
                 )
             known = self._engine.host_value(weight)
             if known is None:
+                if weight.device.type == "cpu":
+                    self._check_weight(float(weight), weight)
                 return weight.detach().to(device=self._engine.layout.device, dtype=torch.float64, copy=True).reshape(())
             weight = known
         try:
-            value = float(weight)
+            value = math.nan if isinstance(weight, (str, bytes)) else float(weight)
         except (TypeError, ValueError):
             value = math.nan
-        if not math.isfinite(value) or value < 0:
-            raise DenominatorError(
-                f"{self._where}: weight of micro-batch {index} must be a finite number >= 0, got {weight!r}."
-            )
+        self._check_weight(value, weight)
         return value
 
-    def take(self, declared: Declared, weight: Scalar) -> None:
-        """Take the gradients that a finished backward left in ``.grad``, as one micro-batch."""
-        grads, owned = self._collect(clear=True, required=not (isinstance(weight, float) and weight == 0.0))
+    def _check_weight(self, value: float, weight: Any) -> None:
+        """In fp32's range: that is what multiplies the gradient."""
+        if not 0 <= value <= torch.finfo(torch.float32).max:
+            raise DenominatorError(
+                f"{self._where}: weight of micro-batch {self.micro_batches} must be a finite number >= 0, got {weight}."
+            )
+
+    def take(self, declared: Declared, weight: Scalar, failed: str = "") -> None:
+        """Take the gradients that a finished backward left in ``.grad``, as one micro-batch.
+
+        Args:
+            declared: What was said of it.
+            weight: Its checked weight.
+            failed: What became of an earlier attempt, for the message where there is no gradient.
+        """
+        required = not (isinstance(weight, float) and weight == 0.0)
+        grads, owned = self._collect(clear=True, required=required, failed=failed)
         self.record(declared, weight)
         self._pending.append(grads)
         self._pending_factors.append(self.factor(declared.reduction, weight))
@@ -219,26 +242,27 @@ class Window:
 
     def take_summed(self) -> None:
         """Take what autograd has summed over the recorded micro-batches; ``.grad`` stays where it is."""
-        grads, _ = self._collect(clear=False, required=False)
+        grads, _ = self._collect(clear=False, required=True)
         self._pending, self._pending_factors = [grads], [1.0]
         if self.micro_batches > 1:
             self._optimizer._warn_about_batch_norm()
 
-    def _collect(self, clear: bool, required: bool) -> tuple[Piece, bool]:
+    def _collect(self, clear: bool, required: bool, failed: str = "") -> tuple[Piece, bool]:
         """The gradients and whether nobody else can write them."""
         engine = self._engine
         if not engine.matches():
             self.discard("its parameters changed")
-            engine.collector.clear_grads()
+            self._optimizer._clear_grads()
             raise WindowError(
                 f"{self._where}: the parameters changed in an open window (replaced, added, frozen or unfrozen, "
                 "resized, or moved to another device). The window is discarded; change parameters between windows."
             )
         grads, present, owned = engine.collector.collect(engine.touched.tensor, clear)
         if required and present == 0:
+            why = failed or "no active parameter's .grad is set"
             raise WindowError(
-                f"{self._where}: micro-batch {self.micro_batches} has no gradient: no active parameter's .grad is set. "
-                "Call backward first; nothing was counted."
+                f"{self._where}: micro-batch {self.micro_batches} has no gradient: {why}. Call backward first; nothing "
+                "was counted."
             )
         return grads, owned
 
@@ -335,13 +359,7 @@ class Window:
                 )
 
     def _raise_nonfinite(self) -> None:
-        bad = []
-        for k, index in enumerate(self._engine.layout.indices):
-            grads = [piece[k] for piece, w in zip(self._pending, self._pending_factors, strict=True) if bool(w != 0)]
-            if self._stored:
-                grads.append(self._engine.main_grads[k])
-            if not all(bool(torch.isfinite(grad).all()) for grad in grads):
-                bad.append(index)
+        bad = self._engine.nonfinite_params(self._pending, self._pending_factors, self._stored)
         self.discard("a gradient was not finite")
         names = ", ".join(map(str, bad[:8])) + (" ..." if len(bad) > 8 else "")
         raise NonFiniteError(

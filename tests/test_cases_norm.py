@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from models import scalar
 from torch.profiler import ProfilerActivity, profile
 
 import gradacc_fused as gf
@@ -45,13 +44,11 @@ def test_C3_fp16_norm_does_not_overflow(backend):
 def test_C4_bf16_values_sum_in_fp32(backend, defer):
     value = torch.tensor(1.01).bfloat16()
     params, opt = assigned(backend, [(1,)], torch.bfloat16, accumulation_steps=15, defer=defer)
-    opt_state_before = params[0].detach().clone()
     feed(params, opt, *[[[float(value)]]] * 15)
     exact = 15 * float(value)
     assert math.isclose(float(opt.last_result.total_norm) * 15, exact, rel_tol=1e-6)
     main_param = opt.state[params[0]]["main_param"]
     assert math.isclose(-float(main_param) * 15, exact, rel_tol=1e-6)
-    assert float(opt_state_before) == 0.0
 
 
 def test_C5_an_all_zero_window(backend):
@@ -148,8 +145,6 @@ def test_M5_two_fp16_gradients_of_40000(backend):
     ids=["512-x-1/512", "1+255-x-2^-9", "1024-ones"],
 )
 def test_M6_bf16_sums_are_exact(backend, values, expected, defer):
-    if defer > 4 and len(values) > 300:
-        values, expected = values[:256], expected * 256 / len(values)
     params, opt = assigned(backend, [(1,)], torch.bfloat16, accumulation_steps=len(values), defer=defer)
     feed(params, opt, *[[[value]] for value in values])
     assert float(opt.last_result.total_norm) * len(values) == expected
@@ -168,7 +163,6 @@ def test_a_scale_of_1e19_and_of_1e_minus_30_trains(backend):
 
 
 def test_fp64_parameters_are_computed_in_fp64(backend):
-    model, opt = scalar(backend)
     param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     opt = gf.GradAccumOptimizer(
         torch.optim.SGD([param], lr=1.0), accumulation_steps=3, weighting="given", backend=backend

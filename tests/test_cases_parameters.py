@@ -326,7 +326,8 @@ def test_P12_bf16_parameters_move_at_a_small_lr(backend, inner):
             window.backward(param.sum(), weight=1)
         plain.grad = torch.ones_like(plain)
         torch_alone.step()
-    assert torch.equal(plain.detach(), torch.ones_like(plain)) or inner == "rmsprop"
+    if inner == "adamw":  # RMSprop's first steps are ten times as large
+        assert torch.equal(plain.detach(), torch.ones_like(plain))
     exact = nn.Parameter(torch.ones(64))
     whole = inner_class([exact], lr=1e-4)
     for _ in range(100):

@@ -40,13 +40,16 @@ void clip_cpu(const at::Tensor& partials, const at::Tensor& counts, const at::Te
   const double* count = counts.const_data_ptr<double>();
   for (int64_t j = 0; j < counts.numel(); ++j) sum += count[j];
   const double denominator = sum * NormCells::get_cell(loss_scale);
-  const double norm = fold_partials(partials, norm_type == 2.0) / std::fabs(denominator);
+  const double folded = fold_partials(partials, norm_type == 2.0);
+  const double norm = denominator == 0.0 ? 0.0 : folded / std::fabs(denominator);
   const double coefficient = norm > 0.0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
-  const bool clips = std::isfinite(max_norm);
-  const bool usable = denominator != 0.0 && std::isfinite(denominator) && (!clips || std::isfinite(norm));
-  NormCells::set_cell(total_norm, denominator == 0.0 ? 0.0 : norm);
+  const double factor = coefficient / denominator;
+  const bool norm_usable = !std::isfinite(max_norm) || std::isfinite(norm);
+  // The update's math may be fp32: a factor beyond it would not be finite there.
+  const bool usable = norm_usable && std::isfinite(denominator) && std::isfinite(static_cast<float>(factor));
+  NormCells::set_cell(total_norm, norm);
   NormCells::set_cell(clip_coef, coefficient);
-  NormCells::set_cell(multiplier, usable ? coefficient / denominator : std::nan(""));
+  NormCells::set_cell(multiplier, usable ? factor : std::nan(""));
   NormCells::set_cell(weight_sum, sum);
 }
 

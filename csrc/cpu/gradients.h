@@ -37,7 +37,7 @@ struct GradientArguments {
 };
 
 // main_grads may be empty when nothing was accumulated before; the tensors' own strides decide the memory order unless
-// `like` (update_'s params) is given. With `written`, main grads are taken through `pointers` for writing.
+// `like` (update_'s params) is given.
 inline GradientArguments gradient_arguments(const char* op, at::TensorList main_grads, at::TensorList grads,
                                             const at::Tensor& weights, DensePointers& pointers, bool read_main_grads,
                                             const at::TensorList* like) {

@@ -32,7 +32,7 @@ class NormCells {
     double* partials = partials_.mutable_data_ptr<double>();
     for (int64_t k = static_cast<int64_t>(chunks); k < partials_.numel(); ++k) partials[k] = 0.0;
     set_cell(found_inf_, nonfinite_.load() != 0 ? 1.0 : 0.0);
-    partials_.unsafeGetTensorImpl()->bump_version();
+    if (!partials_.is_inference()) partials_.unsafeGetTensorImpl()->bump_version();
   }
 
   static void set_cell(const at::Tensor& cell, double value) {

@@ -1,5 +1,5 @@
 // Tiles: a chunk is walked in slices that stay in the first-level cache. Here is the one place where a gradient is
-// gathered (fma of m micro-batches in order) and where its norm is taken; accumulate, clip and update call it.
+// gathered (fma of m micro-batches in order) and where its norm is taken; accumulate_, norm_ and update_ call it.
 #pragma once
 
 #include <cstdint>

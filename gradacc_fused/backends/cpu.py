@@ -31,6 +31,10 @@ def unavailable_reason() -> str | None:
         )
     if _C.CHUNK != layout.CHUNK or len(checks.HYPER_COLUMNS) != _C.HYPER_COLUMNS:
         return "the compiled extension is of another version than the Python files. Reinstall the package."
+    try:
+        _C.isa()
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -37,7 +37,7 @@ def _memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(dims).reshape(-1)
 
 
-def _gathered(
+def gathered_gradient(
     main_grad: torch.Tensor | None, pieces: Tensors, weights: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """main_grad (or zero) plus the weighted pieces, in order; a weight of 0 selects nothing, not 0 * x."""
@@ -95,7 +95,7 @@ def _accumulate(main_grads, grads, weights, partials, found_inf, overwrite, stor
     for i in range(count):
         pieces = grads[i::count]
         dtype = math or math_dtype((main_grads[i] if main_grads else _first_present(pieces)).dtype)
-        total = _gathered(None if overwrite else main_grads[i], pieces, weights, dtype)
+        total = gathered_gradient(None if overwrite else main_grads[i], pieces, weights, dtype)
         if total is None and main_grads:
             total = torch.zeros_like(main_grads[i])
         if store and total is not None:
@@ -145,12 +145,14 @@ def clip_(
     coefficient = (
         torch.where(norm > 0, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0) if clips else torch.ones_like(norm)
     )
-    usable = ~zero & torch.isfinite(denominator)
+    factor = coefficient / denominator
+    # The update's math may be fp32: a factor beyond it would not be finite there.
+    usable = torch.isfinite(denominator) & torch.isfinite(factor.to(torch.float32))
     if clips:
         usable = usable & torch.isfinite(norm)
     total_norm.copy_(norm.reshape(total_norm.shape))
     clip_coef.copy_(coefficient.reshape(clip_coef.shape))
-    multiplier.copy_(torch.where(usable, coefficient / denominator, math.nan).reshape(multiplier.shape))
+    multiplier.copy_(torch.where(usable, factor, math.nan).reshape(multiplier.shape))
     weight_sum.copy_(total.reshape(weight_sum.shape))
 
 
@@ -190,7 +192,7 @@ def update_(
     for i, param in enumerate(params):
         dtype = math or math_dtype(param.dtype)
         main_param = main_params[i] if main_params and main_params[i].numel() > 0 else param
-        gathered = _gathered(main_grads[i] if main_grads else None, grads[i::count], weights, dtype)
+        gathered = gathered_gradient(main_grads[i] if main_grads else None, grads[i::count], weights, dtype)
         grad = torch.zeros_like(param, dtype=dtype) if gathered is None else gathered
         grad = (grad * factor.to(dtype)).clamp(-max_grad_value, max_grad_value)
         row = {name: rows[i, column] for name, column in COLUMN.items()}
