@@ -276,7 +276,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self._mode.step(Declared(weight, "mean", loss, samples, tokens))
         return value
 
-    step.hooked = True  # type: ignore[attr-defined]  # step hooks fire once per real step, from _commit
+    # What torch's wrappers around step would do is done once per real step, in _commit: firing hooks, and telling an
+    # LRScheduler that a step came first.
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def flush(self) -> StepResult | None:
         """Make the real step with the micro-batches taken so far, normalised by what was really seen.

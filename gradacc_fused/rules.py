@@ -168,11 +168,9 @@ class RuleState:
         """Whether ``inner.state`` still holds these tensors: nobody cleared it or put others in their place."""
         if len(inner.state) != len(self._taken) or not all(map(is_, inner.state.values(), self._taken)):
             return False
-        lists = {
-            self.rule.exp_avg_key: self.exp_avgs,
-            self.rule.exp_avg_sq_key: self.exp_avg_sqs,
-            self.rule.step_key: self._step_views,
-        }
+        lists = {self.rule.exp_avg_key: self.exp_avgs, self.rule.step_key: self._step_views}
+        if self.rule.exp_avg_sq_key is not None:
+            lists[self.rule.exp_avg_sq_key] = self.exp_avg_sqs
         return all(
             all(map(is_, (state.get(key) for state in self._states), tensors))
             for key, tensors in lists.items()
