@@ -48,9 +48,8 @@ struct RuleScalars {
   Math one_minus_beta1 = 0;
   Math beta2 = 0;
   Math one_minus_beta2 = 0;
-  Math eps = 0;
-  Math step_size = 0;  // lr / bias_correction1
-  Math bias_correction2_sqrt = 1;
+  Math eps = 0;        // times sqrt(bias_correction2)
+  Math step_size = 0;  // lr * sqrt(bias_correction2) / bias_correction1
   Math momentum = 0;
   Math one_minus_dampening = 1;  // 1 on the first update of a momentum buffer
   bool nesterov = false;
@@ -73,9 +72,9 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   s.one_minus_beta1 = static_cast<Math>(1.0 - row[kBeta1]);
   s.beta2 = static_cast<Math>(row[kBeta2]);
   s.one_minus_beta2 = static_cast<Math>(1.0 - row[kBeta2]);
-  s.eps = static_cast<Math>(row[kEps]);
-  s.step_size = static_cast<Math>(row[kLr] / (1.0 - pow(row[kBeta1], step)));
-  s.bias_correction2_sqrt = static_cast<Math>(sqrt(1.0 - pow(row[kBeta2], step)));
+  const double bias_correction2_sqrt = sqrt(1.0 - pow(row[kBeta2], step));
+  s.eps = static_cast<Math>(row[kEps] * bias_correction2_sqrt);
+  s.step_size = static_cast<Math>(row[kLr] * bias_correction2_sqrt / (1.0 - pow(row[kBeta1], step)));
   return s;
 }
 
@@ -93,8 +92,8 @@ GRADACC_HOST_DEVICE void adam(Math& param, Math grad, Math& exp_avg, Math& exp_a
   grad = decayed_gradient(grad, param, s);
   exp_avg = fused_multiply_add(s.one_minus_beta1, grad - exp_avg, exp_avg);
   exp_avg_sq = fused_multiply_add(s.one_minus_beta2 * grad, grad, s.beta2 * exp_avg_sq);
-  const Math denominator = square_root(exp_avg_sq) / s.bias_correction2_sqrt + s.eps;
-  param = param - s.step_size * exp_avg / denominator;
+  // lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps), with sqrt(bc2) multiplied through: one division for two.
+  param = param - s.step_size * exp_avg / (square_root(exp_avg_sq) + s.eps);
 }
 
 template <typename Math>

@@ -27,13 +27,11 @@ GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
   alignas(64) Math tile[kTile];
   ChunkNorm norm;
   Math* stored = static_cast<Math*>(args.stored);
-  for (int64_t done = 0; done < args.numel; done += kTile) {
-    const int64_t start = args.start + done;
-    const int64_t n = args.numel - done < kTile ? args.numel - done : kTile;
+  for_tiles(args.start, args.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
     gather_tile(tile, args.gradient, start, n);
     if (stored) store_elements(stored + start, tile, n);
     if (args.partial) norm.add_tile(tile, n, args.kind);
-  }
+  });
   if (args.partial) {
     *args.partial = norm.finish(args.kind);
     if (norm.nonfinite) args.nonfinite->store(1, std::memory_order_relaxed);

@@ -9,8 +9,8 @@
 
 namespace gradacc {
 
-constexpr int64_t kTile = 1024;  // elements; a multiple of kLanes, and kChunk is a multiple of it
-constexpr int kLanes = 16;       // virtual lanes of a chunk's norm: element e belongs to lane e % kLanes
+constexpr int64_t kTile = 256;  // elements; a multiple of kLanes, and kChunk is a multiple of it
+constexpr int kLanes = 16;      // virtual lanes of a chunk's norm: element e belongs to lane e % kLanes
 
 // One micro-batch's gradient of one tensor.
 struct Piece {
@@ -110,9 +110,15 @@ struct ChunkNorm {
     nonfinite |= bad;
     const int64_t whole = n - n % kLanes;
     if (kind == NormKind::kTwo) {
+      double sums[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
       for (int64_t i = 0; i < whole; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) add_square(lane, tile[i + lane]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const double wide = static_cast<double>(tile[i + lane]);
+          sums[lane] = sums[lane] + wide * wide;
+        }
       }
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
       for (int64_t i = whole; i < n; ++i) add_square(static_cast<int>(i - whole), tile[i]);
     } else {
       for (int64_t i = 0; i < whole; i += kLanes) {
@@ -141,7 +147,7 @@ struct ChunkNorm {
   template <typename Math>
   GRADACC_INLINE void add_square(int lane, Math value) {
     const double wide = static_cast<double>(value);
-    lanes[lane] = fused_multiply_add(wide, wide, lanes[lane]);
+    lanes[lane] = lanes[lane] + wide * wide;
   }
   template <typename Math>
   GRADACC_INLINE void add_magnitude(int lane, Math value) {
@@ -149,5 +155,13 @@ struct ChunkNorm {
     lanes[lane] = larger(lanes[lane], wide < 0 ? -wide : wide);
   }
 };
+
+// Walks a chunk tile by tile. A whole tile's length is a constant to its loops, which then need no loop tails.
+template <typename Body>
+GRADACC_INLINE void for_tiles(int64_t start, int64_t numel, const Body& body) {
+  const int64_t end = start + numel;
+  for (; end - start >= kTile; start += kTile) body(start, kTile);
+  if (start < end) body(start, end - start);
+}
 
 }  // namespace gradacc

@@ -58,9 +58,7 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   const RuleScalars<Math> scalars = tensor.scalars_of<Math>();
   alignas(64) Math grad[kTile];
   alignas(64) Math param[kTile];
-  for (int64_t done = 0; done < args.numel; done += kTile) {
-    const int64_t start = args.start + done;
-    const int64_t n = args.numel - done < kTile ? args.numel - done : kTile;
+  for_tiles(args.start, args.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
     gather_tile(grad, tensor.gradient, start, n);
     scale_and_clamp(grad, n, static_cast<Math>(args.multiplier), static_cast<Math>(args.max_grad_value));
     Math* main_param = tensor.main_param ? static_cast<Math*>(tensor.main_param) + start : nullptr;
@@ -83,7 +81,7 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
     }
     if (main_param) store_elements(main_param, param, n);
     store_tile(tensor.param, tensor.param_dtype, start, param, n);
-  }
+  });
 }
 
 GRADACC_INLINE void update_any(const UpdateArgs& args) {
