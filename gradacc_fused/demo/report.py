@@ -54,13 +54,14 @@ def _draw(trainings: list[Training], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for training, style in zip(trainings, ("-", "--", ":"), strict=True):
-        left.plot(training.losses, style, label=training.trainer.name, linewidth=2)
+    colours = ("tab:gray", "tab:blue", "tab:orange")
+    for training, style, colour in zip(trainings, ("-", "--", ":"), colours, strict=True):
+        left.plot(training.losses, style, color=colour, label=training.trainer.name, linewidth=2)
     left.set(xlabel="real step", ylabel="logged loss per token", title="loss curves")
     left.legend()
-    for training in trainings[1:]:
+    for training, colour in zip(trainings[1:], colours[1:], strict=True):
         gaps = [max(abs(mine - whole), 1e-9) for mine, whole in zip(training.losses, trainings[0].losses, strict=True)]
-        right.semilogy(gaps, label=training.trainer.name)
+        right.semilogy(gaps, color=colour, label=training.trainer.name)
     right.set(xlabel="real step", ylabel="|logged loss - whole batch's|", title="distance from whole-batch training")
     right.legend()
     figure.tight_layout()
