@@ -10,11 +10,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 # No -ffast-math (it deletes the non-finite checks), no -march=native: the loops pick their instruction set at run time.
+# -fopenmp: at::parallel_for is a header, and runs serially in a file compiled without it; torch has loaded the runtime.
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 CPU_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 
@@ -139,6 +142,10 @@ def extensions(root: Path) -> tuple[list, dict]:
     sources = sorted(str(path.relative_to(root)) for path in (*root.glob("csrc/*.cpp"), *root.glob("csrc/cpu/*.cpp")))
     headers = sorted(str(path.relative_to(root)) for path in root.glob("csrc/**/*.h"))
     extension = CppExtension(
-        "gradacc_fused._C", sources, depends=headers, extra_compile_args={"cxx": CPU_FLAGS}, extra_link_args=["-s"]
+        "gradacc_fused._C",
+        sources,
+        depends=headers,
+        extra_compile_args={"cxx": CPU_FLAGS + OPENMP},
+        extra_link_args=["-s", *OPENMP],
     )
     return [extension], {"build_ext": BuildExtension}

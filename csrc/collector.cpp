@@ -1,5 +1,6 @@
 #include "collector.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -93,7 +94,10 @@ Collector::Collected Collector::collect(const at::Tensor& touched, bool clear) {
     }
     touch[k] = 1;
     ++out.present;
-    out.grads.push_back(grad.layout() == at::kStrided ? grad : grad.to_dense());
+    // An fp64 gradient of another parameter would be measured and applied in different dtypes.
+    const bool narrow = grad.scalar_type() == at::kDouble && params_[active_index_[k]].scalar_type() != at::kDouble;
+    const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
+    out.grads.push_back(narrow ? dense.to(at::kFloat) : dense);
     if (clear) grad.reset();
   }
   return out;
@@ -134,6 +138,11 @@ bool Collector::owned(const std::vector<at::Tensor>& grads) {
   }
   for (const at::Tensor& grad : grads) {
     if (grad.numel() == 0) continue;
+    // Memory that torch did not allocate has owners that its counts do not know.
+    if (grad.device().is_cpu() &&
+        grad.storage().data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter()) {
+      return false;
+    }
     // One use per tensor of the piece, and no Python or C++ reference to the tensor besides the piece's own.
     if (grad.storage().use_count() != uses[grad.storage().unsafeGetStorageImpl()]) return false;
     if (!only_ours(grad)) return false;
@@ -154,6 +163,7 @@ void Collector::remember_grads() {
 }
 
 bool Collector::grads_unchanged() const {
+  if (seen_grads_.size() != active_index_.size()) return false;
   for (size_t k = 0; k < seen_grads_.size(); ++k) {
     if (!(see(params_[active_index_[k]].grad()) == seen_grads_[k])) return false;
   }

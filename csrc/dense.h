@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <utility>
 #include <vector>
@@ -32,6 +33,9 @@ class DensePointers {
   }
 
   void* write(const at::Tensor& tensor, at::IntArrayRef strides) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                      "a tensor that is written must not overlap itself (an expanded tensor does), got strides ",
+                      tensor.strides(), " for shape ", tensor.sizes(), ". Call .contiguous() or .clone() on it.");
     written_.push_back(tensor);
     if (same_order(tensor, strides)) return tensor.mutable_data_ptr();
     at::Tensor dense = copy(tensor, strides);

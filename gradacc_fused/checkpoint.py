@@ -6,6 +6,7 @@ params in the math dtype. A low-precision checkpoint loaded into plain torch is 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
@@ -52,13 +53,40 @@ def _check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> 
         )
 
 
-def _check_shape(param_of: dict[Any, torch.Tensor], param: torch.Tensor, key: str, value: Any) -> None:
+def _check_shape(index: Any, param: torch.Tensor, key: str, value: Any) -> None:
     if value.shape != param.shape:
-        index = next(index for index, known in param_of.items() if known is param)
         raise ValueError(
             f"load_state_dict: state[{index}]['{key}'] must have shape {list(param.shape)}, got {list(value.shape)}. "
             "Nothing was loaded."
         )
+
+
+def _check_entry(index: Any, param: torch.Tensor, entry: dict[str, Any], rule: Rule) -> None:
+    """The moments of a fused rule have the parameter's shape and come together."""
+    moments = [key for key in (rule.exp_avg_key, rule.exp_avg_sq_key) if key is not None]
+    there = [key for key in moments if entry.get(key) is not None]
+    for key in there:
+        _check_shape(index, param, key, entry[key])
+    if there and there != moments:
+        raise ValueError(
+            f"load_state_dict: state[{index}] must have {' and '.join(moments)}, got {' and '.join(there)} alone. "
+            "Nothing was loaded."
+        )
+    step = entry.get(rule.step_key)
+    if isinstance(step, torch.Tensor) and step.numel() != 1:
+        raise ValueError(
+            f"load_state_dict: state[{index}]['{rule.step_key}'] must have one element, got {list(step.shape)}. "
+            "Nothing was loaded."
+        )
+
+
+def _loaded_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved options, copied, with the parameters (and their names, where only we have them) of the group."""
+    loaded = copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
+    loaded["params"] = group["params"]
+    if "param_names" in group and "param_names" not in loaded:
+        loaded["param_names"] = group["param_names"]
+    return loaded
 
 
 def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
@@ -97,8 +125,9 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
         for index, entry in state_dict["state"].items()
         if index in param_of and MAIN_PARAM in entry
     }
-    for param, main_param in main_params.items():
-        _check_shape(param_of, param, MAIN_PARAM, main_param)
+    for index, param in param_of.items():
+        if param in main_params:
+            _check_shape(index, param, MAIN_PARAM, main_params[param])
     if engine.rule is None:
         bare = {
             index: {key: value for key, value in entry.items() if key != MAIN_PARAM} if index in param_of else entry
@@ -116,13 +145,9 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
             else entry
             for index, entry in state_dict["state"].items()
         }
-        for param in engine.layout.params:
-            for key in (engine.rule.exp_avg_key, engine.rule.exp_avg_sq_key):
-                if (value := state.get(param, {}).get(key)) is not None:
-                    _check_shape(param_of, param, str(key), value)
-        groups = [
-            {**saved, "params": group["params"]} for group, saved in zip(inner.param_groups, saved_groups, strict=True)
-        ]
+        for index, param in param_of.items():
+            _check_entry(index, param, state.get(param, {}), engine.rule)
+        groups = [_loaded_group(group, saved) for group, saved in zip(inner.param_groups, saved_groups, strict=True)]
         inner.__setstate__({"state": _default_dict(state), "param_groups": groups})
         engine.forget_state()
         engine.choose_rule()

@@ -177,6 +177,16 @@ def check_clip(
         check_cell("clip_", name, cell)
 
 
+def check_group_ids(group_ids: torch.Tensor, hyper: torch.Tensor) -> None:
+    """The rows exist; reads values."""
+    for index, group in enumerate(group_ids.tolist()):
+        if not 0 <= group < hyper.shape[0]:
+            raise ValueError(
+                f"{item_name('update_', 'group_ids', index)} must name a row of hyper ({hyper.shape[0]} rows), got "
+                f"{group}."
+            )
+
+
 def check_update(
     params: Tensors,
     main_params: Tensors,

@@ -40,7 +40,10 @@ class Collector:
                 continue
             touched[k] = 1
             present += 1
-            grads.append(param.grad if param.grad.layout == torch.strided else param.grad.to_dense())
+            grad = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
+            # An fp64 gradient of another parameter would be measured and applied in different dtypes.
+            narrow = grad.dtype == torch.float64 and param.dtype != torch.float64
+            grads.append(grad.to(torch.float32) if narrow else grad)
             if clear:
                 param.grad = None
         return grads, present, False

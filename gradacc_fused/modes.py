@@ -60,7 +60,8 @@ class Boundary:
             raise WindowError(
                 f"backward: .grad was written or cleared by somebody else before micro-batch {window.micro_batches}, "
                 "so the declared weights are not those of its sum. The micro-batches are discarded and .grad cleared. "
-                "Call opt.zero_grad() at the start of a logical batch, and nothing that touches .grad before step()."
+                "Call opt.zero_grad(set_to_none=True) at the start of a logical batch, and nothing that writes .grad "
+                "until the last one."
             )
 
     def step(self, declared: Declared) -> None:
@@ -88,8 +89,12 @@ class Boundary:
         self.step(Declared())
         return True
 
-    def discard(self, why: str) -> None:
+    def forget_untaken(self) -> None:
+        """``.grad`` was cleared: what was summed in it is gone."""
         self._window, self._failed = None, ""
+
+    def discard(self, why: str) -> None:
+        self.forget_untaken()
 
 
 class Counting:
@@ -109,7 +114,7 @@ class Counting:
         return 0 if self._window is None else self._window.micro_batches
 
     def _open_window(self) -> Window:
-        if self._window is None or self._window.status != "open":
+        if self._window is None or self._window.status != "open" or self._window.micro_batches == 0:
             self._window = Window(self._optimizer, "step", status="open", closes_after=self._steps)
         return self._window
 
@@ -143,6 +148,8 @@ class Counting:
             raise WindowError(
                 f"backward: micro-batch {self.micro_batches} was not taken by step() yet. Call step() after each one."
             )
+        if self._optimizer._engine.collector.first_with_grad() >= 0:
+            self._refuse_others_grad("backward")
         try:
             window.run_backward(declared.loss)
         except BaseException as error:
@@ -150,6 +157,16 @@ class Counting:
             raise
         self._failed = ""
         self._declared = declared
+        self._optimizer._engine.collector.remember_grads()
+
+    def _refuse_others_grad(self, where: str) -> None:
+        count = self.micro_batches
+        self._optimizer.discard()
+        raise WindowError(
+            f"{where}: somebody else wrote .grad beside opt.backward() of micro-batch {count}; nobody can say what it "
+            "weighs. The window is discarded and .grad cleared. Run every backward of a micro-batch through "
+            "opt.backward(), and call opt.zero_grad(set_to_none=True) before the first."
+        )
 
     def step(self, declared: Declared) -> None:
         window = self._open_window()
@@ -157,6 +174,8 @@ class Counting:
         if said is not None:
             if declared.weight is not None:
                 raise ValueError("step: weight was given to opt.backward() already; give it once.")
+            if not self._optimizer._engine.collector.grads_unchanged():
+                self._refuse_others_grad("step")
             declared = Declared(
                 said.weight, said.reduction, said.loss if declared.loss is None else declared.loss,
                 said.samples if declared.samples is None else declared.samples,
@@ -172,14 +191,25 @@ class Counting:
             self._optimizer._commit(window)
 
     def flush(self) -> bool:
+        self._refuse_unfinished_backward()
+        index = self._optimizer._engine.collector.first_with_grad()
+        if self._declared is not None or index >= 0:
+            raise WindowError(
+                f"flush: micro-batch {self.micro_batches} was not taken (parameter {max(index, 0)} has a .grad). Call "
+                "step() after its backward, or zero_grad() to drop it, and flush() then."
+            )
         window, self._window = self._window, None
         if window is None or window.micro_batches == 0:
             return False
         self._optimizer._commit(window)
         return True
 
+    def forget_untaken(self) -> None:
+        """``.grad`` was cleared: the micro-batch that was in it is gone, those taken before are not."""
+        self._declared, self._failed = None, ""
+
     def discard(self, why: str) -> None:
         if self._window is not None:
             self._window.discard(why)
         self._window = None
-        self._declared, self._failed = None, ""
+        self.forget_untaken()

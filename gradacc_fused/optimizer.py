@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
-from . import checkpoint, guards
+from . import checkpoint, guards, hooks
 from .attach import Attached
 from .engine import Engine
 from .errors import WindowError
@@ -19,7 +17,7 @@ from .modes import Boundary, Counting
 from .options import Options
 from .publish import Publisher
 from .results import Scalar, StepResult
-from .window import Declared, Window
+from .window import DISCARDED, Declared, Window
 
 
 class GradAccumOptimizer(torch.optim.Optimizer):
@@ -93,6 +91,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self._attached = Attached()
         self._publisher = Publisher(self._engine)
         self._open: Window | None = None
+        self._closed = False
         self._looked_for_batch_norm = False
         steps = options.accumulation_steps
         self._mode: Boundary | Counting = Boundary(self) if steps is None else Counting(self, steps)
@@ -200,6 +199,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         Raises:
             WindowError: Another window of this optimizer is open.
         """
+        self._require_not_closed("window")
         self._require_no_window("window")
         return Window(self)
 
@@ -263,6 +263,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             DenominatorError: ``weight`` is missing, not wanted, or no finite number >= 0.
             WindowError: A ``with opt.window()`` block is open, there is no gradient, or a backward did not finish.
         """
+        self._require_not_closed("step")
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -292,7 +293,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     def discard(self) -> None:
         """Drop the open window and the gradients in ``.grad``; nothing moves."""
         if self._open is not None:
-            self._open.discard("discard() was called")
+            self._open.discard(DISCARDED)
         self._clear_grads()
 
     def _clear_grads(self) -> None:
@@ -312,7 +313,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             cells, result = window.close()
             applies = self._applies(result)
             if applies:
-                self._fire_hooks(torch_optimizer._global_optimizer_pre_hooks, "_optimizer_step_pre_hooks")
+                hooks.fire(self, "pre", self._engine.rule is None)
             if self._engine.rule is not None:
                 self._engine.update(cells, *window.update_arguments)
             elif applies:
@@ -323,7 +324,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # LRScheduler asks whether a step came first
         if applies:
             try:
-                self._fire_hooks(torch_optimizer._global_optimizer_post_hooks, "_optimizer_step_post_hooks")
+                hooks.fire(self, "post", self._engine.rule is None)
             finally:
                 self._attached.advance()
 
@@ -334,15 +335,6 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         if found_inf is None or multiplier is None:
             return True if self._engine.rule is not None else not result.skipped
         return found_inf == 0.0 and multiplier == multiplier
-
-    def _fire_hooks(self, global_hooks: dict[int, Any], name: str) -> None:
-        """Global hooks and ours; the inner optimizer's own step, where it runs, fires the global ones and its own."""
-        published = self._engine.rule is None
-        for hook in chain(() if published else global_hooks.values(), getattr(self, name).values()):
-            hook(self, (self,), {})
-        if not published:
-            for hook in getattr(self.inner, name).values():
-                hook(self.inner, (self.inner,), {})
 
     def attach(self, *, scheduler: Any) -> None:
         """Let an LR scheduler advance once per applied step; its own ``step()`` then does nothing.
@@ -357,15 +349,21 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self._attached.add(scheduler, (self, self.inner))
 
     def close(self) -> None:
-        """Remove every hook from parameters and schedulers; an open window is discarded."""
+        """Remove every hook from parameters and schedulers; an open window is discarded, and no step follows."""
         self.discard()
         self._engine.close()
         self._attached.remove()
+        self._closed = True
+
+    def _require_not_closed(self, what: str) -> None:
+        if self._closed:
+            raise WindowError(
+                f"{what}: this optimizer was closed, and its hooks are gone. Wrap its inner optimizer anew."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``p.grad`` as torch does; what an open window has taken is not touched."""
-        if isinstance(self._mode, Boundary):
-            self._mode.discard("zero_grad() was called")
+        self._mode.forget_untaken()
         if self._taken() == 0:
             self._engine.prepare()  # before the backward that follows: its parameters are to be watched
         self._engine.forget_unfinished_backward()

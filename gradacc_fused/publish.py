@@ -10,7 +10,7 @@ import torch
 from .buffers import Cells
 from .engine import Engine
 from .layout import Layout
-from .rules import adopt_main_param, follow_param, needs_main_param
+from .rules import MAIN_PARAM, adopt_main_param, follow_param, needs_main_param
 
 
 class Publisher:
@@ -24,17 +24,15 @@ class Publisher:
         self._engine = engine
         self._layout: Layout | None = None
         self._followed = False  # whether main params were compared with their parameters since they were taken up
-        self._main_params: list[torch.Tensor | None] = []
+        self._main_params: list[torch.Tensor | None] = []  # of the layout's parameters
+        self._known: dict[torch.Tensor, torch.Tensor] = {}  # of all there ever were: freezing loses nothing
 
     def _refresh_main_params(self) -> None:
         """One fp32 main param per low-precision parameter, kept over a change of layout, renewed where others wrote."""
         engine = self._engine
         if self._layout is not engine.layout:
-            old = dict(zip(self._layout.params, self._main_params, strict=True)) if self._layout is not None else {}
             self._main_params = [
-                adopt_main_param(old.get(param), param).requires_grad_()
-                if needs_main_param(param, engine.options.master_weights)
-                else None
+                self._main_param_of(param) if needs_main_param(param, engine.options.master_weights) else None
                 for param in engine.layout.params
             ]
             self._layout, self._followed = engine.layout, False
@@ -45,9 +43,19 @@ class Publisher:
                 follow_param(main_param, engine.layout.params[k])
         self._followed = True
 
+    def _main_param_of(self, param: torch.Tensor) -> torch.Tensor:
+        if param not in self._known:
+            fused = self._engine.inner.state.get(param, {}).pop(MAIN_PARAM, None)  # the rule may have been fused before
+            self._known[param] = adopt_main_param(fused, param).requires_grad_()
+        return self._known[param]
+
     def saved_main_params(self) -> list[torch.Tensor | None]:
         """The main params that the published path holds, in layout order; none before its first step."""
-        return self._main_params if self._layout is self._engine.layout else []
+        if self._layout is None:
+            return []
+        with torch.no_grad():
+            self._refresh_main_params()
+        return self._main_params
 
     def restore_main_params(self, main_params: Sequence[torch.Tensor | None]) -> None:
         """Take over main params, one entry per active parameter (None: it has none)."""

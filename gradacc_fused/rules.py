@@ -171,6 +171,12 @@ class RuleState:
         lists = {self.rule.exp_avg_key: self.exp_avgs, self.rule.step_key: self._step_views}
         if self.rule.exp_avg_sq_key is not None:
             lists[self.rule.exp_avg_sq_key] = self.exp_avg_sqs
+        mains = [main_param for main_param in self.main_params if main_param.numel() > 0]
+        with_main = [state for state in self._states if MAIN_PARAM in state and state[MAIN_PARAM].numel() > 0]
+        if len(mains) != len(with_main) or not all(
+            state[MAIN_PARAM] is main_param for state, main_param in zip(with_main, mains, strict=True)
+        ):
+            return False
         return all(
             all(map(is_, (state.get(key) for state in self._states), tensors))
             for key, tensors in lists.items()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .optimizer import GradAccumOptimizer
 
 REDUCTIONS = ("mean", "sum")
+DISCARDED = "discard() was called"
 
 
 @dataclass
@@ -91,8 +92,13 @@ class Window:
         if self.status != "new":
             raise WindowError(f"window: this one is {self.status}; a window is used once. Call opt.window() again.")
         self._optimizer._enter_window(self)
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._optimizer._leave_window(self)
+            raise
         self._refuse_stale_grads("opened")
+        self._engine.forget_unfinished_backward()  # whatever it wrote is gone
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -101,6 +107,8 @@ class Window:
             self.discard(f"{error_type.__name__} was raised in it")
             self._optimizer._clear_grads()
             return
+        if self.status == "discarded" and self._why == DISCARDED:
+            return  # by the caller, who knows
         self._require_open("committed")
         self._refuse_stale_grads("committed")
         if self.micro_batches == 0:
@@ -117,8 +125,8 @@ class Window:
             self._optimizer._leave_window(self)
             raise WindowError(
                 f"{self._where}: parameter {index} has a .grad of somebody else's where the window is {what}; nobody "
-                "can say what it weighs. Call opt.zero_grad() before the window, and run every backward of a window "
-                "through window.backward(). The window is discarded and .grad cleared."
+                "can say what it weighs. Call opt.zero_grad(set_to_none=True) before the window and run every backward "
+                "of a window through window.backward(). The window is discarded and .grad cleared."
             )
 
     # -- micro-batches -------------------------------------------------------------------------------------------
@@ -183,6 +191,13 @@ class Window:
         """Check what was said of a micro-batch, before anything is touched; returns its weight."""
         if declared.reduction not in REDUCTIONS:
             raise ValueError(f"{self._where}: reduction must be 'mean' or 'sum', got {declared.reduction!r}.")
+        for name in ("loss", "samples", "tokens"):
+            value = getattr(declared, name)
+            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+                raise ValueError(
+                    f"{self._where}: {name} must be a tensor with one element, got {list(value.shape)}. Reduce it "
+                    "first."
+                )
         weight = declared.weight
         if self.micro_batches > 0 and (weight is None or self._unweighted):
             self.require_weight(self.micro_batches if weight is None else 0)
@@ -242,7 +257,8 @@ class Window:
 
     def take_summed(self) -> None:
         """Take what autograd has summed over the recorded micro-batches; ``.grad`` stays where it is."""
-        grads, _ = self._collect(clear=False, required=True)
+        nothing = all(isinstance(weight, float) and weight == 0.0 for weight in self.weights)
+        grads, _ = self._collect(clear=False, required=not nothing)
         self._pending, self._pending_factors = [grads], [1.0]
         if self.micro_batches > 1:
             self._optimizer._warn_about_batch_norm()
@@ -276,19 +292,23 @@ class Window:
         return float(weight != 0)
 
     def record(self, declared: Declared, weight: Scalar) -> None:
-        """Enter one micro-batch in the ledger."""
+        """Enter one checked micro-batch in the ledger; tensors are copied, the caller may reuse them."""
+        loss = self._snapshot(declared.loss)
+        samples, tokens = self._snapshot(declared.samples), self._snapshot(declared.tokens)
         self._unweighted = declared.weight is None
         self.weights.append(weight)
-        loss = declared.loss
         if loss is not None:
-            if isinstance(loss, torch.Tensor):
-                known = self._engine.host_value(loss) if loss.numel() == 1 else None
-                loss = loss.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
             self._losses.append(LossRecord(loss, weight, declared.reduction))
-        if declared.samples is not None:
-            self._samples.append(declared.samples)
-        if declared.tokens is not None:
-            self._tokens.append(declared.tokens)
+        if samples is not None:
+            self._samples.append(samples)
+        if tokens is not None:
+            self._tokens.append(tokens)
+
+    def _snapshot(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self._engine.host_value(value)
+        return value.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
 
     def _flush_pending(self) -> None:
         if self._pending:

@@ -69,7 +69,7 @@ def test_importing_the_package_is_enough_for_compiled_ops():
 LEVELS = [
     {"errors", "results", "options"},
     {"layout"},
-    {"checks", "collector", "attach", "guards", "buffers"},
+    {"checks", "collector", "attach", "guards", "hooks", "buffers"},
     {"_ops", "rules"},
     {"backends.base", "backends.reference", "backends.cpu"},
     {"backends.registry"},

@@ -38,10 +38,13 @@ GRADACC_INLINE float widen(float value) { return value; }
 GRADACC_INLINE double widen(double value) { return value; }
 GRADACC_INLINE float widen(BFloat16 value) { return from_bits(static_cast<uint32_t>(value.bits) << 16); }
 GRADACC_INLINE float widen(Float16 value) {
-  // The exponent and mantissa moved into place are 2^-112 too small, subnormals included; infinities and NaN get the
-  // full exponent back.
+  // Normal numbers: the exponent's bias is added. Subnormal ones: the mantissa is put behind a 2^-14 that is then taken
+  // away, so that no fp32 subnormal comes up (torch.set_flush_denormal would flush it). Infinities and NaN: full
+  // exponent.
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-  uint32_t bits = to_bits(from_bits(magnitude) * from_bits(0x77800000u));
+  const uint32_t normal = magnitude + (112u << 23);
+  const uint32_t subnormal = to_bits(from_bits(magnitude + 0x38800000u) - from_bits(0x38800000u));
+  uint32_t bits = magnitude < 0x00800000u ? subnormal : normal;
   bits |= magnitude >= (0x7c00u << 13) ? 0x7f800000u : 0u;
   return from_bits(bits | (static_cast<uint32_t>(value.bits & 0x8000u) << 16));
 }

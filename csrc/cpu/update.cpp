@@ -153,6 +153,7 @@ void update_cpu(at::TensorList params, at::TensorList main_params, at::TensorLis
   if (NormCells::get_cell(found_inf) != 0.0 || !std::isfinite(factor)) return;
 
   std::vector<UpdateTensor> tensors(count);
+  std::vector<float> next_steps(step, step + count);
   for (int64_t i = 0; i < count; ++i) {
     if (!touch[i]) {
       arguments.numels[i] = 0;
@@ -162,14 +163,15 @@ void update_cpu(at::TensorList params, at::TensorList main_params, at::TensorLis
     const double* row = rows + group[i] * kHyperColumns;
     // sgd counts the updates of its momentum buffer, so that the first one is known.
     const bool counts = rule != Rule::kSgd || (!exp_avgs.empty() && row[kMomentum] != 0.0);
-    if (counts) step[i] += 1.0f;
+    const float next_step = counts ? step[i] + 1.0f : step[i];
+    next_steps[i] = next_step;
     tensor.is_double = arguments.is_double[i];
     tensor.rule = rule;
     tensor.gradient = arguments.gradients[i];
     if (tensor.is_double) {
-      tensor.double_scalars = rule_scalars<double>(rule, row, step[i]);
+      tensor.double_scalars = rule_scalars<double>(rule, row, next_step);
     } else {
-      tensor.scalars = rule_scalars<float>(rule, row, step[i]);
+      tensor.scalars = rule_scalars<float>(rule, row, next_step);
     }
     if (arguments.numels[i] == 0) continue;
     const auto& strides = arguments.strides[i];
@@ -192,6 +194,7 @@ void update_cpu(at::TensorList params, at::TensorList main_params, at::TensorLis
     kUpdate(args);
   });
   pointers.finish();
+  std::copy(next_steps.begin(), next_steps.end(), step);
   if (!steps.is_inference()) steps.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -184,6 +184,8 @@ def update_(
     if count == 0:
         return
     device = params[0].device
+    if device.type == "cpu":  # elsewhere it would cost a sync
+        checks.check_group_ids(group_ids[:count], hyper)
     factor = multiplier.to(device).reshape(())
     applied = (touched[:count].to(device) != 0) & (found_inf.to(device).reshape(()) == 0) & torch.isfinite(factor)
     rows = hyper.to(device)[group_ids[:count].to(device).long()]
