@@ -133,6 +133,7 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
             index: {key: value for key, value in entry.items() if key != MAIN_PARAM} if index in param_of else entry
             for index, entry in state_dict["state"].items()
         }
+        optimizer._publisher.refresh_main_params()
         with optimizer._publisher.stand_ins():
             inner.load_state_dict({"state": {k: v for k, v in bare.items() if v}, "param_groups": saved_groups})
         optimizer._publisher.restore_main_params(

@@ -27,7 +27,8 @@ class Publisher:
         self._main_params: list[torch.Tensor | None] = []  # of the layout's parameters
         self._known: dict[torch.Tensor, torch.Tensor] = {}  # of all there ever were: freezing loses nothing
 
-    def _refresh_main_params(self) -> None:
+    @torch.no_grad()
+    def refresh_main_params(self) -> None:
         """One fp32 main param per low-precision parameter, kept over a change of layout, renewed where others wrote."""
         engine = self._engine
         if self._layout is not engine.layout:
@@ -53,8 +54,7 @@ class Publisher:
         """The main params that the published path holds, in layout order; none before its first step."""
         if self._layout is None:
             return []
-        with torch.no_grad():
-            self._refresh_main_params()
+        self.refresh_main_params()
         return self._main_params
 
     def restore_main_params(self, main_params: Sequence[torch.Tensor | None]) -> None:
@@ -63,7 +63,7 @@ class Publisher:
             return
         with torch.no_grad():
             self._layout = None
-            self._refresh_main_params()
+            self.refresh_main_params()
             for mine, saved in zip(self._main_params, main_params, strict=True):
                 if mine is not None and saved is not None:
                     mine.copy_(saved)
@@ -72,8 +72,6 @@ class Publisher:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """Main params stand in for their parameters in the inner optimizer's groups and state."""
-        with torch.no_grad():
-            self._refresh_main_params()
         inner = self._engine.inner
         of_param = {
             param: main_param
@@ -112,7 +110,7 @@ class Publisher:
 
     def probe(self) -> None:
         """Run the inner optimizer's step on zero gradients, for a caller that wants its state made."""
-        self._refresh_main_params()
+        self.refresh_main_params()
         for main_param in self._main_params:
             if main_param is not None:
                 main_param.grad = torch.zeros_like(main_param)
@@ -126,7 +124,7 @@ class Publisher:
         """Publish what the main grads hold and run the inner optimizer's step. ``.grad`` is left as it was before."""
         engine = self._engine
         params = engine.layout.params
-        self._refresh_main_params()
+        self.refresh_main_params()
         kept = [param.grad for param in params]
         bound = engine.options.max_value
         try:

@@ -465,9 +465,10 @@ def test_a_published_step_that_raises_leaves_param_and_main_param_agreed(backend
 
 @pytest.mark.parametrize("mode", ["boundary", "counting"])
 @pytest.mark.parametrize("inner", [torch.optim.RMSprop, torch.optim.AdamW], ids=["published", "fused"])
-def test_a_checkpoint_probe_neither_counts_nor_fires(backend, inner, mode):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_checkpoint_probe_neither_counts_nor_fires(backend, inner, mode, dtype):
     """torch.distributed.checkpoint steps an optimizer without state, at lr 0 and on zero gradients, to make it."""
-    model = mlp()
+    model = mlp(dtype=dtype)
     options = {"accumulation_steps": 2, "weighting": "equal"} if mode == "counting" else {}
     opt = gf.GradAccumOptimizer(inner(model.parameters(), lr=0.1), backend=backend, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5**n)
@@ -479,7 +480,7 @@ def test_a_checkpoint_probe_neither_counts_nor_fires(backend, inner, mode):
     assert len(state["state"]) == 6
     assert scheduler.last_epoch == 0 and not fired and opt.last_result is None
     assert_unmoved(before, [param.detach() for param in model.parameters()])
-    x, y = batch(0)
+    x, y = batch(0, dtype=dtype)
     for _ in range(2 if mode == "counting" else 1):
         errors(model, x, y).mean().backward()
         opt.step()

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..optimizer import GradAccumOptimizer
 from .model import GPT
-from .train import Piece, Usual, Windowed
+from .train import Piece, Usual, Windowed, active_tokens
 
 
 @dataclass
@@ -51,7 +51,7 @@ def measure(model: GPT, pieces: Sequence[Piece], repeats: int) -> tuple[Measured
     def forward_backward() -> None:
         for inputs, labels in pieces:
             alone.zero_grad()
-            int((labels != -100).sum())
+            active_tokens(labels)
             alone.loss_sum(inputs, labels).backward()
 
     runs = [
