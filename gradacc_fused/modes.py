@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .engine import Piece
 from .errors import WindowError
 from .results import Scalar
 from .window import Declared, Window
@@ -25,6 +27,7 @@ class Boundary:
         self._failed = ""
 
     micro_batches = 0  # the sum so far is the host's own .grad: nothing of ours is open
+    held: Sequence[Piece] = ()
 
     def backward(self, declared: Declared) -> None:
         self._refuse_failed("backward")
@@ -112,6 +115,11 @@ class Counting:
     def micro_batches(self) -> int:
         """Micro-batches in the open window."""
         return 0 if self._window is None else self._window.micro_batches
+
+    @property
+    def held(self) -> Sequence[Piece]:
+        """Gradients that the open window holds."""
+        return () if self._window is None else self._window.held
 
     def _open_window(self) -> Window:
         if self._window is None or self._window.status != "open" or self._window.micro_batches == 0:
