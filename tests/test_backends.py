@@ -77,6 +77,8 @@ LEVELS = [
     {"publish", "checkpoint", "window"},
     {"modes"},
     {"optimizer"},
+    {"floor"},
+    {"report.floor_table"},
     {"demo.text"},
     {"demo.model"},
     {"demo.train"},
