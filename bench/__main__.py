@@ -1,75 +1,72 @@
-"""``python -m bench``: measure every path on parameter lists of real models and print one table."""
+"""``python -m bench``: run the benchmarks under pytest-benchmark and print one table of their rows."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
-import os
-import platform
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
-import torch
+from gradacc_fused.report.machine import environment
+from gradacc_fused.report.timing import Neighbours
 
-import gradacc_fused as gf
+from .harness import Row
 
-from .harness import MIN_REPEATS, WARM_UP, Neighbours, Row, measure
-from .paths import make_grads
-from .shapes import PARAMETER_LISTS, elements
-
-QUICK_LISTS, QUICK_KS = ("small", "lora"), (4, 1)
-ALL_KS = (1, 4, 8)
-QUIET = 0.1  # cores that other processes may use on average
-HEADINGS = ("params", "k", "m", "path", "ms", "/ stock", "op calls", "B/element", "GB/s")
+HEADINGS = (
+    "params", "k", "m", "path", "ms", "x stock", "op calls", "tensors", "B/element", "GB/s", "of triad",
+)  # fmt: skip
+HERE = Path(__file__).parent
+STEMS = ("window", "accumulate", "update", "triad")  # in the order of the table
 
 
-def environment() -> dict[str, str | int]:
-    """What the numbers depend on."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "machine": f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "gradacc_fused": gf.__version__,
-        "backends": ", ".join(name for name, status in gf.backends().items() if status.available),
-    }
+def _text(value: float | None, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def cells(row: Row) -> list[str]:
     """A row as text, in the order of HEADINGS."""
     return [
-        row.params, str(row.k), "-" if row.m is None else str(row.m), row.path, f"{row.ms:.2f}", f"{row.ratio:.2f}",
-        str(row.op_calls), "-" if row.bytes_per_element is None else str(row.bytes_per_element),
-        "-" if row.gb_s is None else f"{row.gb_s:.1f}",
+        row.params, _text(row.k), _text(row.m), row.path, f"{row.ms:.2f}", _text(row.ratio, ".2f"), str(row.op_calls),
+        str(row.tensors), _text(row.bytes_per_element, "g"), _text(row.gb_s, ".1f"), _text(row.triad_share, ".2f"),
     ]  # fmt: skip
 
 
+def _section(row: Row) -> tuple[str, int | None]:
+    return row.params, None if row.ratio is None else row.k
+
+
 def show(rows: Sequence[Row], where: dict[str, str | int]) -> None:
-    """Print the table: with rich where it is installed, else as aligned text."""
-    title = "\n".join(f"{name}: {value}" for name, value in where.items())
-    texts = [cells(row) for row in rows]
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(HEADINGS, *texts, strict=True)]
-        print(title)
-        for line in (HEADINGS, *texts):
-            print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
-        return
+    """Print the table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("params", "path") else "right", no_wrap=True)
-    for row, text, following in zip(rows, texts, [*rows[1:], None], strict=True):
-        end = following is None or (following.params, following.k) != (row.params, row.k)
-        table.add_row(*text, end_section=end)
-    print(title)
-    Console().print(table)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        end = following is None or _section(following) != _section(row)
+        table.add_row(*cells(row), end_section=end)
+    print("\n".join(f"{name}: {value}" for name, value in where.items()))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+
+
+def rows_of(report: dict[str, Any]) -> tuple[list[Row], list[str]]:
+    """(rows, groups that other processes disturbed) of pytest-benchmark's JSON."""
+    names = [field.name for field in fields(Row)]
+    rows, disturbed = [], []
+    for benchmark in report["benchmarks"]:
+        row = {name: benchmark["extra_info"][name] for name in names}
+        rows.append(Row(**row | {"ms": benchmark["stats"]["median"] * 1e3}))
+        cores = benchmark["extra_info"]["neighbours"]
+        if cores is not None and cores > Neighbours.QUIET:
+            disturbed.append(f"{benchmark['group']} ({cores:.2f})")
+    return rows, list(dict.fromkeys(disturbed))
 
 
 def write_json(file: Path, rows: Sequence[Row], where: dict[str, str | int]) -> None:
@@ -83,44 +80,56 @@ def write_csv(file: Path, rows: Sequence[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """(options, pytest's command line)."""
     parser = argparse.ArgumentParser(
         prog="python -m bench",
-        description=f"One window of k micro-batches: median over {MIN_REPEATS} or more interleaved repeats after "
-        f"{WARM_UP} windows of warm-up. Making the gradients is not measured.",
+        description="Windows and passes on parameter lists of real models, in turns; medians. Making the gradients is "
+        "not measured.",
+        epilog="Everything else goes to pytest: --benchmark-autosave, --benchmark-compare, -k and so on.",
     )
-    parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK_LISTS)} only, with k = 4 and 1")
-    parser.add_argument("--params", action="append", choices=list(PARAMETER_LISTS), help="a parameter list; repeatable")
-    parser.add_argument("--seconds", type=float, default=1.0, help="repeat for this long per list and k (default 1)")
+    parser.add_argument("--quick", action="store_true", help="small, lora and gpt2 only, with k = 4 and 1")
+    parser.add_argument("--params", action="append", metavar="LIST", help="small, lora, gpt2 or resnet50; repeatable")
+    parser.add_argument("--k", action="append", type=int, help="micro-batches in a window; repeatable (1, 4, 8)")
+    parser.add_argument("--seconds", type=float, help="repeat for this long per group of paths (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write environment and rows")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows")
-    return parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    forwarded = [f"--params={name}" for name in options.params or []] + [f"--k={k}" for k in options.k or []]
+    forwarded += ["--quick"] if options.quick else []
+    forwarded += [] if options.seconds is None else [f"--seconds={options.seconds}"]
+    return options, forwarded + others
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    """Run the benchmark.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks.
 
     Args:
         arguments: The command line, without the program's name; None: this process's own.
 
     Returns:
-        The rows that were printed.
+        pytest's exit status.
     """
-    options = parse(arguments)
-    names = options.params or (QUICK_LISTS if options.quick else list(PARAMETER_LISTS))
-    ks = QUICK_KS if options.quick else ALL_KS
-    rows: list[Row] = []
-    disturbed: list[str] = []
-    for name in names:
-        shapes = PARAMETER_LISTS[name]()
-        print(f"{name}: {len(shapes)} tensors, {elements(shapes):,} elements", flush=True)
-        grads = make_grads(shapes, max(ks))
-        for k in ks:
-            neighbours = Neighbours()
-            rows += measure(name, shapes, k, grads, options.seconds)
-            cores = neighbours.cores()
-            if cores is not None and cores > QUIET:
-                disturbed.append(f"{name} k={k} ({cores:.2f})")
+    try:
+        import pytest
+        import pytest_benchmark  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f"the benchmarks need {error.name}. Run: pip install 'gradacc_fused[bench]'") from error
+    options, others = parse(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        status = pytest.main(
+            [
+                *(str(HERE / f"bench_{stem}.py") for stem in STEMS),
+                f"--rootdir={HERE.parent}",
+                *("-q", "-rs", "-p", "no:cacheprovider", "--benchmark-quiet", f"--benchmark-json={report}"),
+                *others,
+            ]
+        )
+        if not report.exists() or not report.stat().st_size:
+            return int(status)
+        rows, disturbed = rows_of(json.loads(report.read_text()))
     where = environment() | {"disturbed": ", ".join(disturbed) or "no"}
     show(rows, where)
     if disturbed:
@@ -129,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         write_json(options.json, rows, where)
     if options.csv:
         write_csv(options.csv, rows)
-    return rows
+    return int(status)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

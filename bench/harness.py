@@ -1,173 +1,261 @@
-"""The protocol: warm up, interleave the paths, take medians, count operator events, count bytes by formula."""
+"""Measure groups of paths that take turns, and make their rows: time, events, bytes by formula, share of the triad."""
 
 from __future__ import annotations
 
 import gc
-import os
-import random
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path as FilePath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+import torch
 
-from .paths import Fused, Grads, Path, all_paths
+from gradacc_fused.floor import floor, stock
+from gradacc_fused.report.events import Events, count, section
+from gradacc_fused.report.paths import Fused, Grads, Path, Stock, make_optimizer
+from gradacc_fused.report.timing import Neighbours, Run, Seconds, Stopwatches, take_turns
+
+from . import triad
+from .paths import MS, Maker, make_params
 from .shapes import Shape, elements
 
-WARM_UP = 2  # windows: the first makes the state, the second finds every page mapped
-MIN_REPEATS = 5
-MAX_REPEATS = 100
-OPERATORS = ("aten::", "gradacc_fused::")
-SECTION = "bench: micro-step"
+FAMILY_BYTES = 12e9  # what the paths that take turns may hold together; more of them take turns in several families
+PATH_BYTES = 22  # per element: bf16 parameter and gradient, fp32 main param, main grad and two moments
+SUMS = ("flush_first", "flush", "closing")
+FLUSHES = tuple(f"{stage}-m{m}" for m in MS for stage in SUMS)
+UPDATES = (*(f"update-m{m}" for m in MS), "torch_fused_adamw")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One path on one list of parameters.
+    """One path, or one pass of ours, on one list of parameters.
 
     Attributes:
         params: Name of the list.
-        k: Micro-batches in the window.
+        k: Micro-batches in the window; None where there is no window.
         m: How many of them our path may hold (its ``defer``).
-        path: Name of the path.
-        ms: Median time of a window, without the making of the gradients.
-        ratio: ``ms`` over that of ``stock``; below 1 is faster.
-        op_calls: Operator events in a window, nested ones counted.
-        bytes_per_element: What our compiled path moves, by formula.
+        path: Name of the path or pass.
+        ms: Median time of a window or pass, without the making of the gradients.
+        ratio: ``stock``'s ms over this one's, both of the same turns: 4.0 is four times faster. None for passes.
+        op_calls: Operator events, nested ones counted.
+        tensors: Allocations of tensors' memory, as the profiler saw them; see report.events.
+        bytes_per_element: What must be moved, by gradacc_fused.floor; None where there is no formula.
         gb_s: 1e9 bytes per second at that count.
+        triad_share: ``gb_s`` over the triad's of the same turns. Above 1 where tensors stay in a cache.
     """
 
     params: str
-    k: int
+    k: int | None
     m: int | None
     path: str
     ms: float
-    ratio: float
+    ratio: float | None
     op_calls: int
-    bytes_per_element: int | None
+    tensors: int
+    bytes_per_element: float | None
     gb_s: float | None
+    triad_share: float | None
 
 
-class Neighbours:
-    """How many cores other processes keep busy while this object lives, by Linux's own accounts.
+@dataclass
+class Result:
+    """A row and the seconds of each repeat, for pytest-benchmark to take statistics of."""
 
-    A thread that waits for its core holds up every parallel operator by milliseconds: with one of two cores taken, a
-    path of many small operators measured a hundred times slower.
-    """
-
-    def __init__(self) -> None:
-        self._since, self._others = time.perf_counter(), self._read()
-
-    @staticmethod
-    def _read() -> float | None:
-        accounts = FilePath("/proc/stat")
-        if not accounts.exists():
-            return None
-        ticks = [int(number) for number in accounts.read_text().splitlines()[0].split()[1:9]]
-        busy = sum(ticks) - ticks[3] - ticks[4]  # all but idle and waiting for a disk
-        return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-    def cores(self) -> float | None:
-        """Cores on average; None where the system does not say."""
-        others = self._read()
-        if others is None or self._others is None:
-            return None
-        return max(0.0, others - self._others) / (time.perf_counter() - self._since)
+    row: Row
+    samples: list[float]
+    neighbours: float | None = None  # cores that other processes used
 
 
-class Stopwatch:
-    """Adds up the time spent in its context."""
+@dataclass
+class Turn:
+    """One thing that takes turns with the others of its group."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._start
+    run: Run
+    rows: list[Part] = field(default_factory=list)
 
 
-def time_window(path: Path, grads: Grads) -> float:
-    """Seconds of one window, without the making of the gradients."""
-    watch = Stopwatch()
-    path.window(grads, lambda: watch)
-    return watch.seconds
+@dataclass(frozen=True)
+class Part:
+    """What a turn's times become: a row over the sum of some of its parts; none named: all."""
+
+    path: str
+    k: int | None
+    m: int | None
+    moved: float | None  # bytes per element
+    events: Callable[[], Events]
+    parts: tuple[str, ...] = ()
 
 
-def count_operator_calls(path: Path, grads: Grads) -> int:
-    """Operator events of one window; autograd's own and annotations are not counted."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        path.window(grads, lambda: record_function(SECTION))
-    return sum(event.name.startswith(OPERATORS) and _in_section(event) for event in profiler.events())
+def _seconds(samples: Mapping[str, list[float]], parts: Sequence[str]) -> list[float]:
+    return [sum(repeat) for repeat in zip(*(samples[part] for part in parts or samples), strict=True)]
 
 
-def _in_section(event: FunctionEvent | None) -> bool:
-    while event is not None and event.name != SECTION:
-        event = event.cpu_parent
-    return event is not None
-
-
-def window_bytes(k: int, m: int) -> int:
-    """Bytes per element of a window: bf16 gradients and parameters, fp32 main grads, main params and moments.
-
-    A pass over j held gradients reads 2j, and reads and writes the fp32 sum at 4 each; the first finds no sum to read.
-    The closing pass only measures, so nothing is written, and the update reads the same again.
-    """
-    flushes = -(-k // m) - 1
-    held = k - flushes * m
-    flushed = flushes * (2 * m + 8) - (4 if flushes else 0)
-    closing = 2 * held + (4 if flushes else 0)
-    update = closing + 3 * 8 + 2  # main param and two moments read and written, the parameter written
-    return flushed + closing + update
-
-
-def time_paths(paths: Sequence[Path], grads: Grads, seconds: float) -> list[list[float]]:
-    """Seconds of every repeat of each path.
-
-    The paths take turns, so that a slow moment of the machine hits all alike. Their order changes, so that none always
-    finds the caches as the same other one left them.
-    """
-    for path in paths:
-        for _ in range(WARM_UP):
-            path.window(grads)
-    times: list[list[float]] = [[] for _ in paths]
-    order = list(range(len(paths)))
-    shuffle = random.Random(0).shuffle
-    end = time.perf_counter() + seconds
-    for repeat in range(MAX_REPEATS):
-        if repeat >= MIN_REPEATS and time.perf_counter() > end:
-            break
-        shuffle(order)
-        for index in order:
-            times[index].append(time_window(paths[index], grads))
-    return times
-
-
-def measure(name: str, shapes: Sequence[Shape], k: int, grads: Grads, seconds: float) -> list[Row]:
-    """Measure every path on one list of parameters.
+def measure(name: str, size: int, turns: Sequence[Turn], seconds: float) -> list[Result]:
+    """Let turns and the triad take turns, and make the rows.
 
     Args:
-        name: What the rows call it.
+        name: Of the parameter list.
+        size: Its elements.
+        turns: What to measure. Those of several rows give each its own.
+        seconds: Go on repeating for this long.
+    """
+    neighbours = Neighbours()
+    bandwidth = None if triad.unavailable_reason() else triad.Triad()
+    runs = [turn.run for turn in turns] + ([bandwidth] if bandwidth else [])
+    samples = take_turns(runs, seconds)
+    speed = None
+    loops: list[list[float]] = []
+    if bandwidth:
+        loops = sorted(samples.pop().values(), key=statistics.median)  # the better loop first
+        speed = bandwidth.moved / statistics.median(loops[0]) / 1e9
+    found = []
+    for turn, times in zip(turns, samples, strict=True):
+        for part in turn.rows:
+            repeats = _seconds(times, part.parts)
+            median = statistics.median(repeats)
+            gb_s = None if part.moved is None else part.moved * size / median / 1e9
+            events = part.events()
+            share = None if gb_s is None or speed is None else gb_s / speed
+            row = Row(
+                name, part.k, part.m, part.path, median * 1e3, None, events.operators, events.tensors, part.moved, gb_s,
+                share,
+            )  # fmt: skip
+            found.append(Result(row, repeats))
+    if speed is not None:
+        row = Row(name, None, None, "triad", statistics.median(loops[0]) * 1e3, None, 0, 0, triad.BYTES, speed, 1.0)
+        found.append(Result(row, loops[0]))
+    cores = neighbours.cores()
+    for result in found:
+        result.neighbours = cores
+    return found
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+
+def window_turn(path: Path, grads: Grads) -> Turn:
+    """A path's whole window."""
+    size = sum(param.numel() for param in path.params)
+
+    def run() -> Seconds:
+        watches = Stopwatches()
+        path.window(grads, watches)
+        return watches.seconds
+
+    def events() -> Events:
+        sections = count(lambda: path.window(grads, section))
+        return sum((found for part, found in sections.items() if part), Events())
+
+    moved = path.bytes()
+    return Turn(run, [Part(path.name, path.k, path.m, None if moved is None else moved / size, events)])
+
+
+def families(makers: Mapping[str, Maker], size: int) -> list[list[str]]:
+    """Names of the paths that share turns: as many as fit in memory beside the stock path, in order."""
+    room = max(1, int(FAMILY_BYTES / (PATH_BYTES * size)) - 1)
+    names = list(makers)
+    return [names[i : i + room] for i in range(0, len(names), room)]
+
+
+def measure_windows(
+    name: str, shapes: Sequence[Shape], k: int, grads: Grads, makers: Mapping[str, Maker], seconds: float
+) -> dict[str, Result]:
+    """Measure windows of k micro-batches.
+
+    Args:
+        name: Of the parameter list.
         shapes: Of the parameters.
         k: Micro-batches in a window.
         grads: Gradients of at least k micro-batches. Read only.
-        seconds: Go on repeating for this long, within MIN_REPEATS and MAX_REPEATS.
+        makers: Paths by name, without ``stock``, which is in every family.
+        seconds: Repeat for this long per family.
+
+    Returns:
+        Results by name, and "stock", that of the first family.
     """
-    gc.collect()  # an optimizer is part of reference cycles: the paths of the last list would still hold their memory
-    grads = grads[:k]
-    paths = all_paths(shapes, k)
-    medians = [statistics.median(times) for times in time_paths(paths, grads, seconds)]
-    stock = next(median for path, median in zip(paths, medians, strict=True) if path.name == "stock")
-    rows = []
-    for path, median in zip(paths, medians, strict=True):
-        known = isinstance(path, Fused) and path.backend == "cpu"  # the reference moves more than the formula says
-        moved = window_bytes(k, path.m) if known else None
-        speed = moved * elements(shapes) / median / 1e9 if moved is not None else None
-        calls = count_operator_calls(path, grads)
-        rows.append(Row(name, k, path.m, path.name, median * 1e3, median / stock, calls, moved, speed))
-    return rows
+    found: dict[str, Result] = {}
+    for family in families(makers, elements(shapes)):
+        gc.collect()  # an optimizer is part of reference cycles: the last paths would still hold their memory
+        paths = [Stock(make_params(shapes), k), *(makers[key](make_params(shapes), k) for key in family)]
+        turns = [window_turn(path, grads[:k]) for path in paths]
+        results = measure(name, elements(shapes), turns, seconds)
+        stock_ms = results[0].row.ms
+        for key, result in zip(["stock", *family], results, strict=False):
+            result.row = Row(**{**vars(result.row), "ratio": stock_ms / result.row.ms})
+            found.setdefault(key, result)
+        del paths, turns
+    return found
+
+
+# -- passes --------------------------------------------------------------------------------------------------------
+
+
+def stage_turn(path: Fused, grads: Grads) -> Turn:
+    """The passes of real windows of our path, each by itself."""
+
+    def run() -> Seconds:
+        watches = Stopwatches()
+        with path.stages():
+            path.window(grads, watches)
+        return watches.each()
+
+    def events() -> dict[str, Events]:
+        with path.stages():
+            return count(lambda: path.window(grads, section))
+
+    counted: dict[str, Events] = {}
+
+    def events_of(stage: str) -> Callable[[], Events]:
+        def found() -> Events:
+            if not counted:
+                counted.update(events())
+            return counted[stage]
+
+        return found
+
+    assert path.m is not None
+    table = floor(path.k, path.m)
+    compiled = path.backend != "reference"
+    parts = []
+    for stage in (*SUMS, "update"):
+        moved = table.row(stage).bytes_per_element if compiled else None
+        parts.append(Part(stage, path.k, path.m, moved, events_of(stage), (stage,)))
+    return Turn(run, parts)
+
+
+def fused_adamw_turn(shapes: Sequence[Shape]) -> Turn:
+    """torch's fused AdamW on fp32 parameters of the same sizes: what our update's bandwidth is held against."""
+    params = [torch.nn.Parameter(param.detach().float()) for param in make_params(shapes)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.01)
+    optimizer = make_optimizer("adamw", params, 1e-3, fused=True)
+
+    def run() -> Seconds:
+        watches = Stopwatches()
+        with watches("step"):
+            optimizer.step()
+        return watches.seconds
+
+    moved = stock(1, torch.float32, torch.float32).row("update").bytes_per_element
+    return Turn(run, [Part("torch_fused_adamw", None, None, moved, lambda: count(optimizer.step)[""])])
+
+
+def measure_stages(name: str, shapes: Sequence[Shape], grads: Grads, seconds: float) -> dict[str, Result]:
+    """Measure the passes of our windows beside torch's fused AdamW and the triad, all in the same turns.
+
+    A window of 3 m micro-batches has one of each pass: a first flush, a further one, the closing one and the update.
+
+    Returns:
+        Results by name: "flush-m4", "update-m1", "torch_fused_adamw", "triad", ...
+    """
+    gc.collect()
+    turns = []
+    for m in MS:
+        k = 3 * m
+        turns.append(stage_turn(Fused(make_params(shapes), k, m=m), [grads[j % len(grads)] for j in range(k)]))
+    turns.append(fused_adamw_turn(shapes))
+    results = measure(name, elements(shapes), turns, seconds)
+    return {_key(result.row): result for result in results}
+
+
+def _key(row: Row) -> str:
+    return row.path if row.m is None else f"{row.path}-m{row.m}"

@@ -1,23 +1,20 @@
-"""Ways to run one window of k micro-batches on bf16 parameters: ours, and two that need nothing but torch.
-
-All take the same gradients the same way: autograd leaves a copy in ``.grad``, as the backward of a model does, and that
-part is never measured. Assigning ``.grad`` in Python would not do: a gradient that Python has seen is never held, so
-``defer`` would measure as 1.
-"""
+"""The loops that ``bench`` measures beside ours: what torch offers, each on bf16 parameters."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
-import gradacc_fused as gf
+from gradacc_fused.floor import Floor, Pass
+from gradacc_fused.report.paths import MAX_NORM, Fused, Path, Stock, make_optimizer
 
 from .shapes import Shape
 
-MAX_NORM = 1.0
-Grads = Sequence[Sequence[torch.Tensor]]
+MS = (1, 4)  # of our path, where a window has as many micro-batches
 
 
 def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[torch.Tensor]:
@@ -29,127 +26,106 @@ def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[torch.Tensor]:
     ]
 
 
-def make_grads(shapes: Sequence[Shape], k: int, seed: int = 1) -> list[list[torch.Tensor]]:
-    """bf16 gradients of k micro-batches."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.1, generator=generator) for shape in shapes]
-        for _ in range(k)
-    ]
+class StockCopy(Stock):
+    """The kinder stock loop: the first micro-batch is copied into the main grads instead of added to zeros."""
+
+    name = "stock_copy"
+    first = "copy"
 
 
-class Path:
-    """One way to run a window.
-
-    Args:
-        params: bf16 parameters of its own. Written.
-        k: Micro-batches in a window.
-        lr: Learning rate of AdamW.
-    """
-
-    name: str
-    m: int | None = None
-    main_params: list[torch.Tensor] | None = None  # fp32, where there are any
-
-    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3) -> None:
-        self.params = params
-        self.k = k
-        self.lr = lr
-
-    def window(self, grads: Grads, measured: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run one window.
-
-        Args:
-            grads: k lists, one tensor per parameter. Read only.
-            measured: Makes the context that each micro-step runs in, without the making of its gradients.
-        """
-        for micro_step, piece in enumerate(grads):
-            torch.autograd.backward(self.params, piece)
-            with measured(), torch.no_grad():
-                self.micro_step(micro_step)
-
-    def micro_step(self, micro_step: int) -> None:
-        """Take the gradients in ``.grad``; after the last micro-batch clip and update."""
-        raise NotImplementedError
-
-    def take(self) -> list[torch.Tensor]:
-        """Read ``.grad`` of every parameter and clear it."""
-        grads = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
-        return grads  # type: ignore[return-value]
-
-
-class Fused(Path):
-    """gradacc_fused in counting mode, holding up to ``m`` micro-batches' gradients."""
-
-    name = "gradacc_fused"
-
-    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3, m: int = 1) -> None:
-        super().__init__(params, k, lr)
-        self.m = m
-        self.optimizer = gf.GradAccumOptimizer(
-            torch.optim.AdamW(params, lr=lr), accumulation_steps=k, weighting="equal", max_grad_norm=MAX_NORM, defer=m
-        )
-        self.backend = self.optimizer.backend
-        self.main_params = [self.optimizer.state[param]["main_param"] for param in params]
-
-    def micro_step(self, micro_step: int) -> None:
-        self.optimizer.step()
-
-
-class Stock(Path):
-    """torch's foreach operators and fused AdamW on fp32 main grads and main params."""
-
-    name = "stock"
-
-    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3) -> None:
-        super().__init__(params, k, lr)
-        self.main_params = [param.detach().float() for param in params]
-        self.main_grads = [torch.empty_like(main_param) for main_param in self.main_params]
-        for main_param, main_grad in zip(self.main_params, self.main_grads, strict=True):
-            main_param.grad = main_grad
-        self.optimizer = torch.optim.AdamW(self.main_params, lr=lr, fused=True)
-
-    def micro_step(self, micro_step: int) -> None:
-        (torch._foreach_copy_ if micro_step == 0 else torch._foreach_add_)(self.main_grads, self.take())
-        if micro_step < self.k - 1:
-            return
-        if self.k > 1:
-            torch._foreach_mul_(self.main_grads, 1.0 / self.k)
-        torch.nn.utils.clip_grad_norm_(self.main_params, MAX_NORM)
-        self.optimizer.step()
-        torch._foreach_copy_(self.params, self.main_params)
-
-
-class Plain(Path):
+class Plain(Stock):
     """Everything in bf16: the sum, the moments and the parameters. Fewer bytes, and other results."""
 
     name = "plain"
-
-    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3) -> None:
-        super().__init__(params, k, lr)
-        self.optimizer = torch.optim.AdamW(params, lr=lr, fused=True)
-        self.sums: list[torch.Tensor] = []
-
-    def micro_step(self, micro_step: int) -> None:
-        if micro_step == 0:
-            self.sums = self.take()  # autograd's copies: ours to write
-        else:
-            torch._foreach_add_(self.sums, self.take())
-        if micro_step < self.k - 1:
-            return
-        if self.k > 1:
-            torch._foreach_mul_(self.sums, 1.0 / self.k)
-        for param, total in zip(self.params, self.sums, strict=True):
-            param.grad = total
-        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.sums = []
+    first = "take"
+    with_main_params = False
 
 
-def all_paths(shapes: Sequence[Shape], k: int) -> list[Path]:
-    """Every path with parameters of its own; ours with m = 1, and m = 4 where a window has as many micro-batches."""
-    fused = [Fused(make_params(shapes), k, m=m) for m in (1, 4) if m <= k]
-    return [*fused, Stock(make_params(shapes), k), Plain(make_params(shapes), k)]
+class PlainFp32Grad(Stock):
+    """``param.grad_dtype = torch.float32``: autograd casts and sums in fp32, and ``.grad`` is the main grad.
+
+    The cast belongs to the making of the gradient and is not measured. torch's optimizers refuse fp32 gradients of bf16
+    parameters, so the step runs on fp32 main params.
+    """
+
+    name = "plain_fp32_grad"
+    with_main_grads = False
+
+    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3, rule: str = "adamw") -> None:
+        for param in params:
+            param.grad_dtype = torch.float32
+        super().__init__(params, k, lr, rule)
+
+    def floor_of(self, dtype: torch.dtype) -> Floor | None:
+        table = super().floor_of(dtype)
+        assert table is not None
+        kept = [row for row in table.passes if row.name not in ("zero", "add")]
+        return Floor(self.k, 0, (Pass("add", self.k - 1, 3 * 4, 1, 1), *kept), 4)
+
+
+class Compiled(Stock):
+    """``torch.compile`` of clip and AdamW. Compiling is not measured.
+
+    The main params are views of one flat fp32 parameter, and so are the main grads: for a list of tensors Inductor
+    makes a loop per tensor and compiles for minutes.
+    """
+
+    name = "compiled"
+
+    def make_optimizer(self) -> Any:
+        sizes = [stepped.numel() for stepped in self.stepped]
+        self.flat = torch.cat([stepped.flatten() for stepped in self.stepped])
+        self.flat.grad = torch.empty_like(self.flat)
+        parts = zip(self.stepped, self.flat.split(sizes), self.flat.grad.split(sizes), strict=True)
+        for i, (stepped, values, total) in enumerate(parts):
+            self.stepped[i], self.sums[i] = values.view_as(stepped), total.view_as(stepped)
+        optimizer = make_optimizer(self.rule, [self.flat], self.lr)
+
+        def clip_and_step() -> None:
+            torch.nn.utils.clip_grad_norm_([self.flat], MAX_NORM)
+            optimizer.step()
+
+        self.clip_and_step = torch.compile(clip_and_step)
+        return optimizer
+
+    def micro_step(self, micro_step: int, measured: Callable[[str], Any]) -> None:
+        with measured("accumulate"):
+            self.accumulate(micro_step, self.take())
+        if micro_step == self.k - 1:
+            with measured("update"):
+                self.clip_and_step()
+                torch._foreach_copy_(self.params, self.stepped)
+
+    def floor_of(self, dtype: torch.dtype) -> Floor | None:
+        return None  # Inductor decides what it fuses
+
+
+Maker = Callable[[list[torch.Tensor], int], Path]
+
+
+def grad_dtype_missing() -> str | None:
+    """Why ``plain_fp32_grad`` cannot run here; None where it can."""
+    if hasattr(torch.Tensor, "grad_dtype"):
+        return None
+    return f"torch {torch.__version__} has no Tensor.grad_dtype"
+
+
+def compiler_missing() -> str | None:
+    """Why ``compiled`` cannot run here; None where it can."""
+    if any(map(shutil.which, ("g++", "clang++", "c++"))):
+        return None
+    return "torch.compile needs a C++ compiler, and none is on PATH"
+
+
+def ours(k: int) -> dict[str, Maker]:
+    """gradacc_fused, by name and m."""
+    return {f"gradacc_fused-m{m}": partial(Fused, m=m) for m in MS if m <= k}
+
+
+# (path, why it cannot run here); stock itself is in every group.
+TORCH: dict[str, tuple[Maker, Callable[[], str | None]]] = {
+    "stock_copy": (StockCopy, lambda: None),
+    "plain": (Plain, lambda: None),
+    "plain_fp32_grad": (PlainFp32Grad, grad_dtype_missing),
+    "compiled": (Compiled, compiler_missing),
+}

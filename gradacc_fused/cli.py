@@ -1,8 +1,35 @@
-"""``gradacc-fused``: doctor and demo. Needs the ``cli`` extra; the demo also the ``demo`` extra."""
+"""``gradacc-fused``: doctor, demo, floor. Needs the ``cli`` extra; the demo also the ``demo`` extra."""
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
+
+
+class Dtype(str, Enum):
+    """Dtypes of parameters and gradients."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class UpdateRule(str, Enum):
+    """Update rules with a floor."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    sgd_momentum = "sgd_momentum"
+
+
+class Closing(str, Enum):
+    """What becomes of a window's last sum: see floor.floor."""
+
+    unstored = "unstored"
+    stored = "stored"
+    reduced = "reduced"
 
 
 def _missing(extra: str, error: ImportError) -> SystemExit:
@@ -66,6 +93,26 @@ def _app():
         except ImportError as error:
             raise _missing("demo", error) from error
         run(windows, output, seed, repeats)
+
+    @app.command()
+    def floor(
+        k: int = typer.Option(8, min=1, help="Micro-batches in a window."),
+        m: int = typer.Option(1, min=1, help="Micro-batches whose gradients may be held (defer)."),
+        elements: int = typer.Option(124_439_808, min=1, help="Elements of all parameters together."),
+        grad_dtype: Dtype = typer.Option(Dtype.bfloat16, help="Of the gradients."),
+        param_dtype: Dtype = typer.Option(Dtype.bfloat16, help="Of the parameters."),
+        rule: UpdateRule = typer.Option(UpdateRule.adamw, help="Update rule."),
+        closing: Closing = typer.Option(Closing.unstored, help="What becomes of the window's last sum."),
+    ) -> None:
+        """Print the bytes and launches that a window cannot do without, pass by pass, and what others move."""
+        import torch
+
+        from .report.floor_table import show
+
+        show(
+            k, m, elements, getattr(torch, grad_dtype.value), getattr(torch, param_dtype.value), rule.value,
+            closing.value,
+        )  # fmt: skip
 
     return app
 

@@ -1,0 +1,253 @@
+"""Ways to run one window of k micro-batches on a list of parameters: ours, and what a loop of torch's operators does.
+
+All take the same gradients the same way: autograd leaves a copy in ``.grad``, as the backward of a model does, and that
+part is never measured. Assigning ``.grad`` in Python would not do: a gradient that Python has seen is never held, so
+``defer`` would measure as 1. The gradients count as divided by k already, as the loss is in the usual loop: a window
+steps on their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ..floor import LOW_PRECISION, Floor, floor, stock
+from ..layout import math_dtype
+from ..optimizer import GradAccumOptimizer
+
+MAX_NORM = 1.0
+Grads = Sequence[Sequence[torch.Tensor]]
+Measured = Callable[[str], AbstractContextManager[object]]
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+def unmeasured(name: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def make_optimizer(rule: str, params: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """Torch's optimizer of a rule (a key of ``OPTIMIZERS``)."""
+    kind, defaults = OPTIMIZERS[rule]
+    return kind(params, lr=lr, **defaults, **options)  # type: ignore[call-arg]
+
+
+def copies(params: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Parameters of the same shapes, values and memory order, in ``dtype`` where it is given."""
+    return [torch.nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params]
+
+
+def make_grads(params: Sequence[torch.Tensor], k: int, seed: int = 1) -> list[list[torch.Tensor]]:
+    """Gradients of k micro-batches: the parameters' shapes, dtypes and memory order, standard deviation 0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.empty_like(param, requires_grad=False).normal_(0.0, 0.1, generator=generator) for param in params]
+        for _ in range(k)
+    ]
+
+
+class Path:
+    """One way to run a window.
+
+    Args:
+        params: Parameters of its own. Written.
+        k: Micro-batches in a window.
+        lr: Learning rate.
+        rule: A key of ``OPTIMIZERS``.
+    """
+
+    name: str
+    m: int | None = None
+    main_params: Sequence[torch.Tensor] | None = None  # what is updated, where it is not of low precision
+
+    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3, rule: str = "adamw") -> None:
+        self.params = params
+        self.k = k
+        self.lr = lr
+        self.rule = rule
+
+    def window(self, grads: Grads, measured: Measured = unmeasured) -> None:
+        """Run one window.
+
+        Args:
+            grads: k lists, one tensor per parameter. Read only.
+            measured: Makes the context of a part by its name, never around the making of gradients.
+        """
+        for micro_step, piece in enumerate(grads):
+            torch.autograd.backward(self.params, piece)
+            with torch.no_grad():
+                self.micro_step(micro_step, measured)
+
+    def micro_step(self, micro_step: int, measured: Measured) -> None:
+        """Take the gradients in ``.grad``; after the last micro-batch clip and update."""
+        raise NotImplementedError
+
+    def floor_of(self, dtype: torch.dtype) -> Floor | None:
+        """What a window moves for parameters of ``dtype``; None where there is no formula."""
+        return None
+
+    def floors(self) -> list[tuple[Floor, int]] | None:
+        """(what a window moves, elements) for the parameters of each dtype; None where there is no formula."""
+        sizes: dict[torch.dtype, int] = {}
+        for param in self.params:
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+        tables = [(self.floor_of(dtype), size) for dtype, size in sizes.items()]
+        return None if any(table is None for table, _ in tables) else tables  # type: ignore[return-value]
+
+    def bytes(self) -> int | None:
+        """Bytes of a window; None where there is no formula."""
+        floors = self.floors()
+        return None if floors is None else sum(table.bytes_per_element * size for table, size in floors)
+
+
+class Fused(Path):
+    """gradacc_fused in counting mode, holding up to ``m`` micro-batches' gradients. Its parts: "window".
+
+    Within ``stages()`` also "flush_first", "flush", "closing", "clip" and "update".
+    """
+
+    name = "gradacc_fused"
+
+    def __init__(
+        self, params: list[torch.Tensor], k: int, lr: float = 1e-3, rule: str = "adamw", m: int | str = 1
+    ) -> None:
+        super().__init__(params, k, lr, rule)
+        self.optimizer = GradAccumOptimizer(
+            make_optimizer(rule, params, lr), accumulation_steps=k, weighting="equal", host_scale=1.0 / k,
+            max_grad_norm=MAX_NORM, defer=m,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.m = m if isinstance(m, int) else None
+        self.backend = self.optimizer.backend
+        self._stage: Measured = unmeasured
+        state = self.optimizer.state
+        self.main_params = [state[param].get("main_param", param) for param in params]
+
+    def window(self, grads: Grads, measured: Measured = unmeasured) -> None:
+        self._stage, self._flushes = measured, 0
+        super().window(grads, measured)
+
+    def micro_step(self, micro_step: int, measured: Measured) -> None:
+        with measured("window"):
+            self.optimizer.step()
+
+    @contextmanager
+    def stages(self) -> Iterator[None]:
+        """Within it the engine's own passes are measured one by one, while real windows run."""
+        engine: Any = self.optimizer._engine
+        names = {
+            "flush": self._flush_name,
+            "measure": lambda: "closing",
+            "clip": lambda: "clip",
+            "update": lambda: "update",
+        }
+        originals = {method: getattr(engine, method) for method in names}
+        for method, name in names.items():
+            setattr(engine, method, self._in_stage(originals[method], name))
+        try:
+            yield
+        finally:
+            for method in names:
+                delattr(engine, method)
+
+    def _flush_name(self) -> str:
+        self._flushes += 1
+        return "flush_first" if self._flushes == 1 else "flush"
+
+    def _in_stage(self, original: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._stage(name()):
+                return original(*args, **kwargs)
+
+        return run
+
+    def floor_of(self, dtype: torch.dtype) -> Floor | None:
+        if self.m is None or self.backend == "reference":  # the reference makes tensors in between
+            return None
+        return floor(self.k, self.m, dtype, dtype, self.rule)
+
+
+class Stock(Path):
+    """torch's foreach operators, ``clip_grad_norm_`` and fused step. Its parts: "accumulate", "clip", "update".
+
+    Low-precision parameters have fp32 main params and fp32 main grads, which are zeroed at the start of a window. The
+    gradients of others are summed in place into the first micro-batch's, as autograd itself does.
+    """
+
+    name = "stock"
+    first = "zero"
+    with_main_params = True
+    with_main_grads = True
+
+    def __init__(self, params: list[torch.Tensor], k: int, lr: float = 1e-3, rule: str = "adamw") -> None:
+        super().__init__(params, k, lr, rule)
+        low = [param.dtype in LOW_PRECISION for param in params]
+        self._main = [i for i, is_low in enumerate(low) if is_low and self.with_main_params]
+        self._buffered = self._main if self.with_main_grads else []
+        self._taken = [i for i in range(len(params)) if i not in set(self._buffered)]
+        self.stepped = list(params)
+        for i in self._main:
+            self.stepped[i] = params[i].detach().to(math_dtype(params[i].dtype))
+        if all(not is_low or self.with_main_params for is_low in low):
+            self.main_params = self.stepped
+        self.sums: list[Any] = [None] * len(params)
+        for i in self._buffered:
+            self.sums[i] = torch.empty_like(self.stepped[i])
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> Any:
+        return make_optimizer(self.rule, self.stepped, self.lr, fused=True)
+
+    def micro_step(self, micro_step: int, measured: Measured) -> None:
+        with measured("accumulate"):
+            self.accumulate(micro_step, self.take())
+        if micro_step == self.k - 1:
+            with measured("clip"):
+                for stepped, total in zip(self.stepped, self.sums, strict=True):
+                    stepped.grad = total
+                self.clip()
+            with measured("update"):
+                self.update()
+
+    def take(self) -> list[torch.Tensor]:
+        """Read ``.grad`` of every parameter and clear it."""
+        grads: list[Any] = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        return grads
+
+    def accumulate(self, micro_step: int, grads: list[torch.Tensor]) -> None:
+        if micro_step > 0:
+            torch._foreach_add_(self.sums, grads)
+            return
+        for i in self._taken:
+            self.sums[i] = grads[i]  # autograd's copy: ours to write
+        if self._buffered:
+            sums, first = [self.sums[i] for i in self._buffered], [grads[i] for i in self._buffered]
+            if self.first == "zero":
+                torch._foreach_zero_(sums)
+                torch._foreach_add_(sums, first)
+            else:
+                torch._foreach_copy_(sums, first)
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.stepped, MAX_NORM)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        for stepped in self.stepped:
+            stepped.grad = None
+        for i in self._taken:
+            self.sums[i] = None
+        if self._main:
+            torch._foreach_copy_([self.params[i] for i in self._main], [self.stepped[i] for i in self._main])
+
+    def floor_of(self, dtype: torch.dtype) -> Floor | None:
+        return stock(self.k, dtype, dtype, self.rule, self.first)
