@@ -1,0 +1,110 @@
+"""Pictures of the studies: curves on log axes and grouped bars, machine and versions in the title."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Points = Sequence[tuple[float, float]]
+OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
+MARKERS = "osD^vPX*"
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit(f"bench needs {error.name}. Run: pip install 'gradacc_fused[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def colour(label: str, ours: Sequence[str]) -> Any:
+    """Shades of blue for our paths, orange for stock torch, grey for the rest."""
+    if label in ours:
+        return _pyplot().get_cmap("Blues")(0.95 - 0.55 * ours.index(label) / max(1, len(ours) - 1))
+    return STOCK if "stock" in label else OTHER
+
+
+def curves(
+    file: Path, title: str, subtitle: str, x_label: str, y_label: str, series: Mapping[str, Points],
+    log_x: bool = True,
+) -> Path:  # fmt: skip
+    """Draw one line per series on log axes.
+
+    Args:
+        file: PNG to write; its folder is made.
+        title: First line of the title.
+        subtitle: Second line: machine and versions.
+        x_label: What x is, with its unit.
+        y_label: What y is, with its unit.
+        series: Label -> points (x, y); points at y <= 0 cannot be drawn on a log axis and are left out.
+        log_x: Whether x has a log axis too.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    ours = [label for label in series if label.startswith("ours")]
+    for number, (label, points) in enumerate(series.items()):
+        drawn = [(x, y) for x, y in points if y > 0]
+        axes.plot(
+            [x for x, _ in drawn], [y for _, y in drawn], label=label, color=colour(label, ours),
+            marker=MARKERS[number % len(MARKERS)], linewidth=1.8, markersize=5,
+            linestyle="--" if label.startswith(("ours: ", "take")) else "-",
+        )  # fmt: skip
+    axes.set_yscale("log")
+    if log_x:
+        axes.set_xscale("log")
+    else:
+        axes.set_xticks(sorted({x for points in series.values() for x, _ in points}))
+    axes.grid(which="both", alpha=0.25)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.legend(fontsize=8)
+    return _finish(pyplot, figure, file, title, subtitle)
+
+
+def bars(
+    file: Path, title: str, subtitle: str, y_label: str, groups: Sequence[str],
+    series: Mapping[str, Sequence[float]], whiskers: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> Path:  # fmt: skip
+    """Draw one panel of bars per group, each with a linear axis of its own that begins at 0.
+
+    Args:
+        file: PNG to write; its folder is made.
+        title: First line of the title.
+        subtitle: Second line: machine and versions.
+        y_label: What the height is, with its unit.
+        groups: Titles of the panels.
+        series: Label -> one height per group.
+        whiskers: Label -> (low, high) per group.
+    """
+    pyplot = _pyplot()
+    ours = [label for label in series if label.startswith("ours")]
+    colours = [colour(label, ours) for label in series]
+    figure, panels = pyplot.subplots(1, len(groups), figsize=(max(7.0, 3.5 * len(groups)), 4.5), squeeze=False)
+    for number, (group, axes) in enumerate(zip(groups, panels[0], strict=True)):
+        heights = [values[number] for values in series.values()]
+        drawn = axes.bar(range(len(series)), heights, 0.75, color=colours)
+        axes.bar_label(drawn, [f"{height:.3g}" for height in heights], fontsize=8, padding=2)
+        for x, label in enumerate(series):
+            if whiskers:
+                axes.plot([x + 0.3, x + 0.3], whiskers[label][number], color="black", linewidth=1)
+        axes.set_xticks(range(len(series)), [label.replace(", ", "\n") for label in series], fontsize=8)
+        axes.set_title(group, fontsize=9)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.margins(y=0.1)
+    panels[0][0].set_ylabel(y_label)
+    return _finish(pyplot, figure, file, title, subtitle)
+
+
+def _finish(pyplot: Any, figure: Any, file: Path, title: str, subtitle: str) -> Path:
+    figure.suptitle(f"{title}\n{subtitle}", fontsize=9)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+    return file
