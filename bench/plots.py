@@ -83,7 +83,7 @@ def bars(
     pyplot = _pyplot()
     ours = [label for label in series if label.startswith("ours")]
     colours = [colour(label, ours) for label in series]
-    figure, panels = pyplot.subplots(1, len(groups), figsize=(max(7.0, 3.5 * len(groups)), 4.5), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(groups), figsize=(max(8.5, 3.5 * len(groups)), 4.5), squeeze=False)
     for number, (group, axes) in enumerate(zip(groups, panels[0], strict=True)):
         heights = [values[number] for values in series.values()]
         drawn = axes.bar(range(len(series)), heights, 0.75, color=colours)
