@@ -142,16 +142,19 @@ def time_window(loop: Loop) -> Sample:
     return Sample(1e3 * total, 1e3 * (total - loop.model_watch.seconds))
 
 
-def measure(size: str, loops: Sequence[Loop], repeats: int, compute: str = "float32") -> list[Row]:
+def measure(
+    size: str, loops: Sequence[Loop], repeats: int, seconds: float = 0.0, compute: str = "float32"
+) -> list[Row]:
     """Measure the loops in turns.
 
     Args:
         size: What the rows call it.
         loops: The first is forward and backward alone; one is named "stock".
-        repeats: Rounds.
+        repeats: Rounds, at least.
+        seconds: Go on for so long.
         compute: For the rows.
     """
-    taken: list[list[Sample]] = study.take_turns([partial(time_window, loop) for loop in loops], repeats)
+    taken: list[list[Sample]] = study.take_turns([partial(time_window, loop) for loop in loops], repeats, seconds)
     alone, stock = taken[0], taken[[loop.name for loop in loops].index("stock")]
     rows = []
     for loop, samples in zip(loops, taken, strict=True):
@@ -237,6 +240,7 @@ def draw(rows: Sequence[Row], folder: Path, where: study.Environment) -> list[Pa
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = study.parser("end_to_end", TITLE)
     parser.add_argument("--size", action="append", choices=list(SIZES), help="a size; repeatable (default: all)")
+    parser.add_argument("--seconds", type=float, help="go on for so long per size (default: 20, with --quick 0)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of parameters and gradients")
     parser.add_argument("--compute", choices=("float32", "native"), default="float32", help="of the matrix products")
     return parser.parse_args(arguments)
@@ -247,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     options = parse(arguments)
     study.require(plot=options.plot is not None)
     where = study.environment()
-    repeats = options.repeats or (study.MIN_REPEATS if options.quick else 15)
+    repeats = options.repeats or (study.MIN_REPEATS if options.quick else 11)
+    seconds = options.seconds if options.seconds is not None else 0.0 if options.quick else 20.0
     native = options.compute == "native" or options.dtype == "float32"
     rows: list[Row] = []
     differences = {}
@@ -257,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         model = GPT(size.width, size.layers, size.heads, size.longest).to(DTYPES[options.dtype])
         loops = make_loops(model, make_pieces(size.longest), native)
         print(f"{name}: {len(loops[0].params)} tensors, {loops[0].tokens} tokens in {K} micro-batches", flush=True)
-        rows += measure(name, loops, repeats, "native" if native else "float32")
+        rows += measure(name, loops, repeats, seconds, "native" if native else "float32")
         differences[name] = relative_difference(model, loops[1], loops[-1])
         del loops
         study.free_memory()

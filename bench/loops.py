@@ -102,9 +102,11 @@ class Ours(Loop):
 
 
 class StockLoop(Loop):
-    """torch's foreach operators, ``clip_grad_norm_`` and fused AdamW; fp32 sums and, for bf16, fp32 main params.
+    """torch's foreach operators, ``clip_grad_norm_`` and fused AdamW; the number of active tokens is known beforehand.
 
-    With fp32 parameters the first micro-batch's gradients are the sums themselves, and nothing is copied back.
+    bf16 parameters have fp32 main params and fp32 main grads, which are zeroed and added to; ``alpha`` divides by the
+    tokens, in fp32 and for nothing. With fp32 parameters the loss is divided, the first micro-batch's gradients are the
+    sums themselves, and nothing is copied back.
     """
 
     name = "stock"
@@ -119,11 +121,11 @@ class StockLoop(Loop):
 
     def window(self) -> None:
         for number, piece in enumerate(self.pieces):
-            self.loss_sum(piece).backward()
+            loss = self.loss_sum(piece)
+            (loss if self.low_precision else loss * (1.0 / self.tokens)).backward()
             with torch.no_grad():
                 self.add(self.take(), number == 0)
         with torch.no_grad():
-            torch._foreach_mul_(self.main_grads, 1.0 / self.tokens)
             for main_param, main_grad in zip(self.main_params, self.main_grads, strict=True):
                 main_param.grad = main_grad
             torch.nn.utils.clip_grad_norm_(self.main_params, MAX_NORM)
@@ -135,12 +137,14 @@ class StockLoop(Loop):
                 self.main_grads = []
 
     def add(self, grads: list[torch.Tensor], first: bool) -> None:
-        if not first:
-            torch._foreach_add_(self.main_grads, grads)
-        elif self.low_precision:
-            torch._foreach_copy_(self.main_grads, grads)
-        else:
+        if self.low_precision:
+            if first:
+                torch._foreach_zero_(self.main_grads)
+            torch._foreach_add_(self.main_grads, grads, alpha=1.0 / self.tokens)
+        elif first:
             self.main_grads = grads
+        else:
+            torch._foreach_add_(self.main_grads, grads)
 
 
 def make_loops(model: GPT, pieces: Sequence[Piece], native: bool = False) -> list[Loop]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 Points = Sequence[tuple[float, float]]
-OURS, STOCK, OTHER = "tab:blue", "tab:orange", "tab:gray"
 MARKERS = "osD^vPX*"
 
 
@@ -22,11 +21,18 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def colour(label: str, ours: Sequence[str]) -> Any:
-    """Shades of blue for our paths, orange for stock torch, grey for the rest."""
-    if label in ours:
-        return _pyplot().get_cmap("Blues")(0.95 - 0.55 * ours.index(label) / max(1, len(ours) - 1))
-    return STOCK if "stock" in label else OTHER
+def colours(labels: Sequence[str]) -> dict[str, Any]:
+    """Shades of blue for our paths, of orange for stock torch's, of grey for the rest; the first is the darkest."""
+    pyplot = _pyplot()
+    families: dict[str, list[str]] = {}
+    for label in labels:
+        family = "Blues" if label.startswith("ours") else "Oranges" if label.startswith("stock") else "Greys"
+        families.setdefault(family, []).append(label)
+    return {
+        label: pyplot.get_cmap(family)(0.9 - 0.5 * number / max(1, len(members) - 1))
+        for family, members in families.items()
+        for number, label in enumerate(members)
+    }
 
 
 def curves(
@@ -46,11 +52,11 @@ def curves(
     """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    ours = [label for label in series if label.startswith("ours")]
+    shades = colours(list(series))
     for number, (label, points) in enumerate(series.items()):
         drawn = [(x, y) for x, y in points if y > 0]
         axes.plot(
-            [x for x, _ in drawn], [y for _, y in drawn], label=label, color=colour(label, ours),
+            [x for x, _ in drawn], [y for _, y in drawn], label=label, color=shades[label],
             marker=MARKERS[number % len(MARKERS)], linewidth=1.8, markersize=5,
             linestyle="--" if label.startswith(("ours: ", "take")) else "-",
         )  # fmt: skip
@@ -81,12 +87,11 @@ def bars(
         whiskers: Label -> (low, high) per group.
     """
     pyplot = _pyplot()
-    ours = [label for label in series if label.startswith("ours")]
-    colours = [colour(label, ours) for label in series]
-    figure, panels = pyplot.subplots(1, len(groups), figsize=(max(7.0, 3.5 * len(groups)), 4.5), squeeze=False)
+    shades = colours(list(series))
+    figure, panels = pyplot.subplots(1, len(groups), figsize=(max(8.5, 3.5 * len(groups)), 4.5), squeeze=False)
     for number, (group, axes) in enumerate(zip(groups, panels[0], strict=True)):
         heights = [values[number] for values in series.values()]
-        drawn = axes.bar(range(len(series)), heights, 0.75, color=colours)
+        drawn = axes.bar(range(len(series)), heights, 0.75, color=[shades[label] for label in series])
         axes.bar_label(drawn, [f"{height:.3g}" for height in heights], fontsize=8, padding=2)
         for x, label in enumerate(series):
             if whiskers:

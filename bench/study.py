@@ -23,6 +23,7 @@ import torch
 import gradacc_fused as gf
 
 MIN_REPEATS = 5
+MAX_REPEATS = 200
 WARM_UP = 2  # the first run makes states and buffers, the second finds every page mapped
 WIDTH = 150
 RESULTS = Path("bench/results")
@@ -79,12 +80,18 @@ class Spread:
 
 
 def take_turns(
-    samples: Sequence[Callable[[], Any]], repeats: int, warm_up: int = WARM_UP, seed: int = 0
+    samples: Sequence[Callable[[], Any]], repeats: int, seconds: float = 0.0, warm_up: int = WARM_UP
 ) -> list[list[Any]]:
     """Call each of ``samples`` once per round, in an order that changes with the round.
 
     Memory bandwidth and other processes drift within seconds: taken in turns, all are hit alike, and the samples of one
     round may be compared in pairs.
+
+    Args:
+        samples: What to call.
+        repeats: At least so many rounds.
+        seconds: Go on for so long, up to MAX_REPEATS rounds.
+        warm_up: Calls of each before the first round.
 
     Returns:
         One list per callable: what it returned in each round.
@@ -94,8 +101,9 @@ def take_turns(
             sample()
     taken: list[list[Any]] = [[] for _ in samples]
     order = list(range(len(samples)))
-    shuffle = random.Random(seed).shuffle
-    for _ in range(repeats):
+    shuffle = random.Random(0).shuffle
+    end = time.perf_counter() + seconds
+    while len(taken[0]) < repeats or (len(taken[0]) < MAX_REPEATS and time.perf_counter() < end):
         shuffle(order)
         for index in order:
             taken[index].append(samples[index]())
@@ -153,10 +161,11 @@ def instruction_set() -> str:
     return str(compiled.isa())
 
 
-def machine_line(where: Environment) -> str:
-    """Machine and versions in one line, for the title of a picture."""
+def machine_line(where: Environment, threads: bool = True) -> str:
+    """Machine and versions in one line, for the title of a picture; without ``threads`` where these are its x axis."""
+    used = f", {where['threads']} thread(s)" if threads else ""
     return (
-        f"{where['machine']}, {where['threads']} thread(s), {where['instruction_set']}; torch {where['torch']}, "
+        f"{where['machine']}{used}, {where['instruction_set']}; torch {where['torch']}, "
         f"gradacc_fused {where['gradacc_fused']}"
     )
 
