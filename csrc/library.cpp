@@ -55,8 +55,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("HYPER_COLUMNS") = static_cast<int>(gradacc::kHyperColumns);
   module.def("isa", &gradacc::isa_name, "The instruction set the CPU loops run on.");
   module.def("use_isa", &gradacc::use_isa, py::arg("name"), "Forces plain, avx2 or avx512.");
-  module.def("streaming_threshold", &gradacc::streaming_threshold,
-             "Buffers of more bytes are written past the cache; by default the last-level cache's size.");
+  module.def(
+      "streaming_threshold", &gradacc::streaming_threshold,
+      "Buffers of more bytes are written past the cache; by default the last-level cache's size, 32 MiB at most.");
   module.def("set_streaming_threshold", &gradacc::set_streaming_threshold, py::arg("bytes"));
   module.def("read_host_scalar", &read_host_scalar, py::arg("tensor"));
 

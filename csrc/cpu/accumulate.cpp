@@ -24,15 +24,17 @@ GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
   ChunkNorm norm;
   Math* stored = static_cast<Math*>(args.row.stored);
   const GatherTile<Math>* gather = gather_tile<Math>(args.isa);
-  const bool stream = args.stream && reinterpret_cast<uintptr_t>(stored) % 64 == 0;
+  const bool stream = args.stream && reinterpret_cast<uintptr_t>(stored) % kLine == 0;
   for_tiles(args.chunk.start, args.chunk.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
     const bool past_cache = stream && n == kTile;
     Math* sum = stored && !past_cache ? stored + start : tile;
-    gather(sum, args.row.gradient, start, n);
-    if (past_cache) Simd::stream(stored + start, tile, kTile * sizeof(Math));
+    gather(sum, args.row.gradient, start, n, /*ahead=*/true);
+    for (int64_t block = 0; past_cache && block < kTile; block += kBlock) {
+      stream_block(stored + start + block, tile + block);
+    }
     if (args.partial) norm.add_tile<Simd>(sum, n, args.kind);
   });
-  if (stream) Simd::fence();
+  if (stream) stream_fence();
   if (args.partial) {
     *args.partial = norm.finish(args.kind);
     if (norm.nonfinite) args.nonfinite->store(1, std::memory_order_relaxed);

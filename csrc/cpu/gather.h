@@ -26,9 +26,9 @@ struct Gradient {
 };
 
 // tile[i] = main_grad[i] (or 0), then fma(weight, gradient[i], tile[i]) per micro-batch that counts; elements start to
-// start + n, n <= kTile.
+// start + n, n <= kTile. ahead: also asks for what the next tile will read; else the caller does, between other work.
 template <typename Math>
-using GatherTile = void(Math* tile, const Gradient& gradient, int64_t start, int64_t n);
+using GatherTile = void(Math* tile, const Gradient& gradient, int64_t start, int64_t n, bool ahead);
 
 // The loop for an instruction set.
 template <typename Math>

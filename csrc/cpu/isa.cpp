@@ -4,6 +4,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -46,12 +47,14 @@ std::atomic<int>& chosen() {
   return isa;
 }
 
+// At most 32 MiB: what a machine reports is the cache of all its cores together.
 int64_t last_level_cache() {
+  constexpr int64_t kMost = int64_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
-  const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (bytes > 0) return bytes;
+  const int64_t bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (bytes > 0) return std::min(bytes, kMost);
 #endif
-  return int64_t{32} << 20;
+  return kMost;
 }
 
 std::atomic<int64_t>& threshold() {

@@ -38,7 +38,7 @@ std::string isa_name();
 void use_isa(const std::string& name);
 
 // Buffers of more bytes than this are written past the cache: they would not stay in it. By default the size of the
-// last-level cache.
+// last-level cache, 32 MiB at most.
 int64_t streaming_threshold();
 void set_streaming_threshold(int64_t bytes);
 

@@ -10,12 +10,12 @@
 #include "element.h"
 #include "gather.h"
 #include "norm.h"
+#include "simd.h"
 
 namespace gradacc {
 
 // Asks for elements start to start + n of an array.
 GRADACC_INLINE void prefetch(const void* array, int64_t start, int64_t n, int64_t element_bytes) {
-  constexpr int64_t kLine = 64;
   if (!array) return;
   const char* from = static_cast<const char*>(array) + start * element_bytes;
   for (int64_t i = 0; i < n * element_bytes; i += kLine) __builtin_prefetch(from + i);
@@ -30,7 +30,7 @@ GRADACC_INLINE void prefetch(const Gradient& gradient, int64_t start, int64_t n,
 
 // The hardware reads ahead in long arrays. In short ones it has hardly begun when they end: those are asked for some
 // chunks ahead.
-constexpr int64_t kShort = 1024, kAhead = 4;
+constexpr int64_t kShort = 1024, kChunksAhead = 4;
 
 struct AccumulateRow {
   Gradient gradient;
@@ -68,8 +68,8 @@ GRADACC_INLINE void prefetch(const UpdateRow& row, int64_t start, int64_t n) {
 
 template <typename Rows>
 GRADACC_INLINE void prefetch_ahead(const Chunks& chunks, int64_t k, const Rows& rows) {
-  if (k + kAhead >= static_cast<int64_t>(chunks.size())) return;
-  const Chunk& chunk = chunks[k + kAhead];
+  if (k + kChunksAhead >= static_cast<int64_t>(chunks.size())) return;
+  const Chunk& chunk = chunks[k + kChunksAhead];
   if (chunk.numel < kShort) prefetch(rows[chunk.tensor], chunk.start, chunk.numel);
 }
 

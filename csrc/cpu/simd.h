@@ -1,10 +1,11 @@
-// What the compiler does not make of plain loops: fp64 lanes of a norm, and stores that go past the cache. One struct
-// per instruction set, taken by the loops as a template argument; the same bits from each.
+// What the compiler does not make of plain loops: the fp64 lanes of a norm (one struct per instruction set, taken by
+// the loops as a template argument; the same bits from each), reading ahead, and stores that go past the cache.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "element.h"
 #include "isa.h"
 
 #if GRADACC_X86
@@ -12,6 +13,37 @@
 #endif
 
 namespace gradacc {
+
+constexpr int64_t kLine = 64;    // bytes of a cache line
+constexpr int64_t kBlock = 32;   // elements between two requests: a line of a 16-bit array, two of an fp32 one
+constexpr int64_t kAhead = 256;  // elements from a request to its use
+
+// Asks for the lines of elements block + kAhead to block + kAhead + kBlock; beyond an array's end that does no harm.
+template <typename Element>
+GRADACC_INLINE void read_ahead(const Element* block) {
+  const char* lines = reinterpret_cast<const char*>(block + kAhead);
+  for (int64_t i = 0; i < kBlock * static_cast<int64_t>(sizeof(Element)); i += kLine) __builtin_prefetch(lines + i);
+}
+
+// Copies a block into memory that nobody reads soon. target: aligned to a line.
+template <typename Element>
+GRADACC_INLINE void stream_block(Element* target, const Element* source) {
+#if GRADACC_X86
+  for (size_t i = 0; i < kBlock * sizeof(Element) / sizeof(__m128i); ++i) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target) + i,
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(source) + i));
+  }
+#else
+  std::memcpy(target, source, kBlock * sizeof(Element));
+#endif
+}
+
+// Makes streamed stores visible to other threads.
+GRADACC_INLINE void stream_fence() {
+#if GRADACC_X86
+  _mm_sfence();
+#endif
+}
 
 constexpr int kLanes = 16;  // virtual lanes of a chunk's norm: element e belongs to lane e % kLanes
 
@@ -31,10 +63,6 @@ struct Plain {
     for (int lane = 0; lane < kLanes; ++lane) nonfinite |= poison[lane] != poison[lane];
     return nonfinite;
   }
-  // Copies into memory that nobody reads soon. target: 64-byte aligned; bytes: a multiple of 64.
-  static void stream(void* target, const void* source, int64_t bytes) { std::memcpy(target, source, bytes); }
-  // Makes streamed stores visible to other threads.
-  static void fence() {}
 };
 
 #if GRADACC_X86
@@ -56,13 +84,6 @@ struct Avx2 {
     const __m256 poison = _mm256_add_ps(poison0, poison1);
     return _mm256_movemask_ps(_mm256_cmp_ps(poison, poison, _CMP_UNORD_Q)) != 0;
   }
-  GRADACC_TARGET_AVX2 static void stream(void* target, const void* source, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 32) {
-      const auto* from = reinterpret_cast<const __m256i*>(static_cast<const char*>(source) + i);
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<char*>(target) + i), _mm256_loadu_si256(from));
-    }
-  }
-  static void fence() { _mm_sfence(); }
 };
 
 struct Avx512 {
@@ -80,13 +101,6 @@ struct Avx512 {
     _mm512_storeu_pd(lanes + 8, sums[1]);
     return _mm512_cmp_ps_mask(poison, poison, _CMP_UNORD_Q) != 0;
   }
-  GRADACC_TARGET_AVX512 static void stream(void* target, const void* source, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) {
-      const __m512i values = _mm512_loadu_si512(static_cast<const char*>(source) + i);
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(target) + i), values);
-    }
-  }
-  static void fence() { _mm_sfence(); }
 };
 #else
 using Avx2 = Plain;
