@@ -150,7 +150,7 @@ class Engine:
         main_params, state = memory.state_bytes(self._state)
         return MemoryReport(
             elements=memory.elements(self.layout),
-            main_grads=0 if self._main_grads is None else memory.main_grad_bytes(self.layout),
+            main_grads=0 if self._main_grads is None else self.layout.main_grad_bytes,
             held_grads=sum(piece.nbytes for piece in held),
             peak_held_grads=self._deferral.peak_held,
             main_params=main_params,

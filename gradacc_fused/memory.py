@@ -11,11 +11,6 @@ import torch
 from .layout import Layout
 
 
-def main_grad_bytes(layout: Layout) -> int:
-    """Bytes of the flat main-grad buffers: 4 per element in fp32, 8 in fp64, padding included."""
-    return sum(size * dtype.itemsize for dtype, size in layout.sizes.items())
-
-
 class Deferral:
     """Decides when held gradients are added to the main grads.
 
@@ -39,7 +34,7 @@ class Deferral:
 
     def budget(self, layout: Layout) -> int:
         """Bytes that "auto" may add to what ``defer=1`` takes."""
-        return main_grad_bytes(layout) if self._defer_bytes is None else self._defer_bytes
+        return layout.main_grad_bytes if self._defer_bytes is None else self._defer_bytes
 
     def micro_batches(self, layout: Layout, piece_bytes: int, expected: int | None, stored: bool) -> int:
         """How many micro-batches of ``piece_bytes`` a window holds before it adds them to the main grads.
@@ -55,7 +50,7 @@ class Deferral:
         budget = self.budget(layout)
         if piece_bytes == 0:
             return 1
-        in_place = budget + main_grad_bytes(layout)
+        in_place = budget + layout.main_grad_bytes
         if expected is not None and not stored and (expected - 1) * piece_bytes <= in_place:
             return expected
         return 1 + budget // piece_bytes
@@ -64,7 +59,7 @@ class Deferral:
         """Keep the peaks."""
         now = sum(piece.nbytes for piece in held)
         self.peak_held = max(self.peak_held, now)
-        self.peak = max(self.peak, now + (main_grad_bytes(layout) if main_grads else 0))
+        self.peak = max(self.peak, now + (layout.main_grad_bytes if main_grads else 0))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .engine import Piece
@@ -136,7 +135,7 @@ class Counting:
         if weighting == "given" and declared.weight is None:
             window.require_weight()
         if declared.weight is None:
-            declared = replace(declared, weight=1.0)
+            declared = Declared(1.0, declared.reduction, declared.loss, declared.samples, declared.tokens)
         return declared, window.check(declared)
 
     def _refuse_unfinished_backward(self) -> None:
