@@ -37,7 +37,7 @@ def cells(row: Row) -> list[str]:
 
 
 def _section(row: Row) -> tuple[str, int | None]:
-    return row.params, None if row.ratio is None else row.k
+    return row.params, row.m if row.ratio is None else row.k
 
 
 def show(rows: Sequence[Row], where: dict[str, str | int]) -> None:

@@ -3,5 +3,5 @@
 PASSES = ("triad",)
 
 
-def bench_triad(params, stage, measurements, replay):
-    replay(measurements.stages(params)[stage])
+def bench_triad(params, m, stage, measurements, replay):
+    replay(measurements.stages(params, m)[stage])

@@ -17,11 +17,12 @@ from gradacc_fused.report.paths import make_grads
 
 from . import peers, triad
 from .harness import Result, measure_stages, measure_windows
-from .paths import TORCH, Maker, make_params, ours
+from .paths import MS, TORCH, Maker, make_params, ours
 from .shapes import PARAMETER_LISTS, elements
 
 QUICK_LISTS, QUICK_KS = ("small", "lora", "gpt2"), (4, 1)
 ALL_KS = (1, 4, 8)
+QUICK_PATHS, QUICK_ELEMENTS = ("stock_copy", "plain"), 50_000_000  # beside ours and stock, on lists larger than that
 SECONDS = 2.0
 OTHERS = TORCH | peers.PEERS
 
@@ -68,7 +69,8 @@ class Measurements:
         self._seconds = config.getoption("seconds")
         self._pieces = max(*ks_of(config), 4)
         self._say: Callable[[str], None] = _teller(config)
-        self._found: dict[tuple[str, int | None], dict[str, Result]] = {}
+        self._windows: dict[tuple[str, int], dict[str, Result]] = {}
+        self._stages: dict[tuple[str, int], dict[str, Result]] = {}
         self._grads: tuple[str, Any] = ("", None)
 
     def _grads_of(self, params: str) -> Any:
@@ -79,23 +81,23 @@ class Measurements:
 
     def windows(self, params: str, k: int) -> dict[str, Result]:
         """Results of every path with k micro-batches, by name."""
-        if (params, k) not in self._found:
+        if (params, k) not in self._windows:
             shapes = PARAMETER_LISTS[params]()
             self._say(f"{params}: {len(shapes)} tensors, {elements(shapes):,} elements; windows of {k}")
             possible: dict[str, Maker] = ours(k) | {key: make for key, (make, why) in OTHERS.items() if why() is None}
             makers = {key: make for key, make in possible.items() if (params, k, key) in self._wanted}
-            self._found[params, k] = measure_windows(
+            self._windows[params, k] = measure_windows(
                 params, shapes, k, self._grads_of(params), makers, self._seconds
             )  # fmt: skip
-        return self._found[params, k]
+        return self._windows[params, k]
 
-    def stages(self, params: str) -> dict[str, Result]:
-        """Results of every pass, of torch's fused AdamW and of the triad, by name."""
-        if (params, None) not in self._found:
-            self._say(f"{params}: single passes")
+    def stages(self, params: str, m: int) -> dict[str, Result]:
+        """Results of every pass with so many micro-batches held, of torch's fused AdamW and of the triad, by name."""
+        if (params, m) not in self._stages:
+            self._say(f"{params}: passes over {m} micro-batch(es)")
             shapes = PARAMETER_LISTS[params]()
-            self._found[params, None] = measure_stages(params, shapes, self._grads_of(params), self._seconds)
-        return self._found[params, None]
+            self._stages[params, m] = measure_stages(params, shapes, m, self._grads_of(params), self._seconds)
+        return self._stages[params, m]
 
 
 def _teller(config: pytest.Config) -> Callable[[str], None]:
@@ -135,9 +137,10 @@ def _case(group: str, name: str, *values: Any, why: str | None = None) -> Any:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     lists, ks = lists_of(metafunc.config), ks_of(metafunc.config)
+    quick = metafunc.config.getoption("quick")
     if "path" in metafunc.fixturenames:
         windows = [
-            _case(f"{params} k={k}", f"{params}-k{k}-{path}", params, k, path, why=_why_not(path))
+            _case(f"{params} k={k}", f"{params}-k{k}-{path}", params, k, path, why=_why_not(path, params, quick))
             for params in lists
             for k in ks
             for path in (*ours(k), "stock", *OTHERS)
@@ -145,15 +148,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("params", "k", "path"), windows)
     elif "stage" in metafunc.fixturenames:
         passes = [
-            _case(f"{params} passes", f"{params}-{stage}", params, stage, why=_why_not(stage))
+            _case(f"{params} passes, m={m}", f"{params}-m{m}-{stage}", params, m, stage, why=_why_not(stage, params))
             for params in lists
+            for m in MS
             for stage in metafunc.module.PASSES
         ]
-        metafunc.parametrize(("params", "stage"), passes)
+        metafunc.parametrize(("params", "m", "stage"), passes)
 
 
-def _why_not(name: str) -> str | None:
-    """Why something cannot be measured here; None where it can."""
+def _why_not(name: str, params: str, quick: bool = False) -> str | None:
+    """Why something is not measured here; None where it is."""
     if name == "triad":
         return triad.unavailable_reason()
-    return OTHERS[name][1]() if name in OTHERS else None
+    if name not in OTHERS:
+        return None
+    if quick and name not in QUICK_PATHS and elements(PARAMETER_LISTS[params]()) > QUICK_ELEMENTS:
+        return f"not in a --quick run on a list as large as {params}"
+    return OTHERS[name][1]()

@@ -5,24 +5,23 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
 from gradacc_fused.floor import floor, stock
 from gradacc_fused.report.events import Events, count, section
 from gradacc_fused.report.paths import Fused, Grads, Path, Stock, make_optimizer
-from gradacc_fused.report.timing import Neighbours, Run, Seconds, Stopwatches, take_turns
+from gradacc_fused.report.timing import Neighbours, Run, Seconds, Stopwatches, take_turns, timed
 
 from . import triad
-from .paths import MS, Maker, make_params
+from .paths import Maker, make_params
 from .shapes import Shape, elements
 
-FAMILY_BYTES = 12e9  # what the paths that take turns may hold together; more of them take turns in several families
-PATH_BYTES = 22  # per element: bf16 parameter and gradient, fp32 main param, main grad and two moments
 SUMS = ("flush_first", "flush", "closing")
-FLUSHES = tuple(f"{stage}-m{m}" for m in MS for stage in SUMS)
-UPDATES = (*(f"update-m{m}" for m in MS), "torch_fused_adamw")
+FAMILY_BYTES = 6e9  # what paths that take turns may hold together: memory that was never touched can be slow to get
+PATH_BYTES = 22  # per element: bf16 parameter and gradient, fp32 main param, main grad and two moments
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def families(makers: Mapping[str, Maker], size: int) -> list[list[str]]:
     """Names of the paths that share turns: as many as fit in memory beside the stock path, in order."""
     room = max(1, int(FAMILY_BYTES / (PATH_BYTES * size)) - 1)
     names = list(makers)
-    return [names[i : i + room] for i in range(0, len(names), room)]
+    return [names[i : i + room] for i in range(0, len(names), room)] or [[]]
 
 
 def measure_windows(
@@ -173,16 +172,16 @@ def measure_windows(
         Results by name, and "stock", that of the first family.
     """
     found: dict[str, Result] = {}
+    stock_turn = window_turn(Stock(make_params(shapes), k), grads[:k])
     for family in families(makers, elements(shapes)):
         gc.collect()  # an optimizer is part of reference cycles: the last paths would still hold their memory
-        paths = [Stock(make_params(shapes), k), *(makers[key](make_params(shapes), k) for key in family)]
-        turns = [window_turn(path, grads[:k]) for path in paths]
+        turns = [stock_turn, *(window_turn(makers[key](make_params(shapes), k), grads[:k]) for key in family)]
         results = measure(name, elements(shapes), turns, seconds)
         stock_ms = results[0].row.ms
-        for key, result in zip(["stock", *family], results, strict=False):
-            result.row = Row(**{**vars(result.row), "ratio": stock_ms / result.row.ms})
+        for key, result in zip(["stock", *family], results, strict=False):  # the triad is the last
+            result.row = replace(result.row, ratio=stock_ms / result.row.ms)
             found.setdefault(key, result)
-        del paths, turns
+        del turns
     return found
 
 
@@ -198,27 +197,17 @@ def stage_turn(path: Fused, grads: Grads) -> Turn:
             path.window(grads, watches)
         return watches.each()
 
+    @cache
     def events() -> dict[str, Events]:
         with path.stages():
             return count(lambda: path.window(grads, section))
 
-    counted: dict[str, Events] = {}
-
-    def events_of(stage: str) -> Callable[[], Events]:
-        def found() -> Events:
-            if not counted:
-                counted.update(events())
-            return counted[stage]
-
-        return found
-
     assert path.m is not None
     table = floor(path.k, path.m)
-    compiled = path.backend != "reference"
     parts = []
     for stage in (*SUMS, "update"):
-        moved = table.row(stage).bytes_per_element if compiled else None
-        parts.append(Part(stage, path.k, path.m, moved, events_of(stage), (stage,)))
+        moved = None if path.backend == "reference" else table.row(stage).bytes_per_element
+        parts.append(Part(stage, path.k, path.m, moved, lambda stage=stage: events()[stage], (stage,)))
     return Turn(run, parts)
 
 
@@ -228,34 +217,24 @@ def fused_adamw_turn(shapes: Sequence[Shape]) -> Turn:
     for param in params:
         param.grad = torch.full_like(param, 0.01)
     optimizer = make_optimizer("adamw", params, 1e-3, fused=True)
-
-    def run() -> Seconds:
-        watches = Stopwatches()
-        with watches("step"):
-            optimizer.step()
-        return watches.seconds
-
     moved = stock(1, torch.float32, torch.float32).row("update").bytes_per_element
-    return Turn(run, [Part("torch_fused_adamw", None, None, moved, lambda: count(optimizer.step)[""])])
+    part = Part("torch_fused_adamw", None, None, moved, lambda: count(optimizer.step)[""])
+    return Turn(timed(optimizer.step, "step"), [part])
 
 
-def measure_stages(name: str, shapes: Sequence[Shape], grads: Grads, seconds: float) -> dict[str, Result]:
+def measure_stages(name: str, shapes: Sequence[Shape], m: int, grads: Grads, seconds: float) -> dict[str, Result]:
     """Measure the passes of our windows beside torch's fused AdamW and the triad, all in the same turns.
 
     A window of 3 m micro-batches has one of each pass: a first flush, a further one, the closing one and the update.
 
     Returns:
-        Results by name: "flush-m4", "update-m1", "torch_fused_adamw", "triad", ...
+        Results by name: "flush_first", "flush", "closing", "update", "torch_fused_adamw", "triad". The ``m`` of the
+        last two says whose turns they took.
     """
     gc.collect()
-    turns = []
-    for m in MS:
-        k = 3 * m
-        turns.append(stage_turn(Fused(make_params(shapes), k, m=m), [grads[j % len(grads)] for j in range(k)]))
-    turns.append(fused_adamw_turn(shapes))
+    path = Fused(make_params(shapes), 3 * m, m=m)
+    turns = [stage_turn(path, [grads[j % len(grads)] for j in range(path.k)]), fused_adamw_turn(shapes)]
     results = measure(name, elements(shapes), turns, seconds)
-    return {_key(result.row): result for result in results}
-
-
-def _key(row: Row) -> str:
-    return row.path if row.m is None else f"{row.path}-m{row.m}"
+    for result in results:
+        result.row = replace(result.row, m=m)
+    return {result.row.path: result for result in results}

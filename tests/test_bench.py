@@ -189,19 +189,15 @@ def test_window_rows(monkeypatch):
 def test_pass_rows(monkeypatch):
     triad_of(monkeypatch)
     grads = make_grads(make_params(TINY), 2)
-    found = harness.measure_stages("tiny", TINY, grads, 0.0)
-    moved = {key: result.row.bytes_per_element for key, result in found.items()}
-    expected = {
-        "flush_first-m1": 6, "flush-m1": 10, "closing-m1": 6, "update-m1": 32, "flush_first-m4": 12, "flush-m4": 16,
-        "closing-m4": 12, "update-m4": 38, "torch_fused_adamw": 28,
-    }  # fmt: skip
-    assert {key: moved[key] for key in expected} == expected
-    assert set(found) - set(expected) <= {"triad"}
-    assert set(harness.FLUSHES) | set(harness.UPDATES) == set(expected)
-    for key in expected:
-        assert found[key].row.ms > 0
-        assert found[key].row.ratio is None
-    assert found["flush-m4"].row.op_calls == found["flush-m1"].row.op_calls == 1  # one pass for four micro-batches
+    names = ("flush_first", "flush", "closing", "update", "torch_fused_adamw")
+    for m, moved in {1: (6, 10, 6, 32, 28), 4: (12, 16, 12, 38, 28)}.items():
+        found = harness.measure_stages("tiny", TINY, m, grads, 0.0)
+        assert [found[name].row.bytes_per_element for name in names] == list(moved)
+        assert set(found) - set(names) <= {"triad"}
+        for result in found.values():
+            assert result.row.ms > 0 and result.row.ratio is None and result.row.m == m
+        assert [found[name].row.k for name in names] == [3 * m] * 4 + [None]
+        assert found["flush"].row.op_calls == 1  # one pass for all m
 
 
 # -- triad ---------------------------------------------------------------------------------------------------------

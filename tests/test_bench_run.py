@@ -56,11 +56,10 @@ def test_rows_of_a_run(ran):
     windows = [(row["k"], row["m"], row["path"]) for row in rows if row["ratio"] is not None]
     assert windows == [(4, 1, "gradacc_fused"), (4, 4, "gradacc_fused"), (4, None, "stock"), (4, None, "stock_copy")]
     passes = [(row["k"], row["m"], row["path"]) for row in rows if row["ratio"] is None]
-    expected = [
-        (3 * m, m, stage) for m in (1, 4) for stage in ("flush_first", "flush", "closing")
-    ] + [(3, 1, "update"), (12, 4, "update"), (None, None, "torch_fused_adamw")]  # fmt: skip
+    expected = [(3 * m, m, stage) for m in (1, 4) for stage in ("flush_first", "flush", "closing")]
+    expected += [(3, 1, "update"), (None, 1, "torch_fused_adamw"), (12, 4, "update"), (None, 4, "torch_fused_adamw")]
     if triad.unavailable_reason() is None:
-        expected.append((None, None, "triad"))
+        expected += [(None, m, "triad") for m in (1, 4)]
     assert passes == expected
     for row in rows:
         assert set(row) == FIELDS

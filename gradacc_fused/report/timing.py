@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 WARM_UP = 2  # runs: the first makes the state, the second finds every page mapped
+LONG = 1.0  # seconds: of what takes longer, one warm-up is enough
 MIN_REPEATS = 5
 ENOUGH = 20  # repeats worth waiting PATIENCE times longer for
 PATIENCE = 3.0
@@ -17,6 +19,19 @@ MAX_REPEATS = 100
 
 Seconds = dict[str, float]
 Run = Callable[[], Mapping[str, float]]
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep the memory of freed tensors for the next ones; elsewhere nothing.
+
+    It would give large ones back to the system and fault every page in anew: making a gradient of 124M elements then
+    takes several times longer than the pass that reads it, and freeing it falls into somebody's measured time.
+    """
+    mmap_max, trim_threshold, most = -4, -1, 2**31 - 1  # M_MMAP_MAX, M_TRIM_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, most)
 
 
 class Stopwatches:
@@ -74,9 +89,11 @@ def take_turns(runs: Sequence[Run], seconds: float, min_repeats: int = MIN_REPEA
     Returns:
         For each run the seconds of every repeat, by part.
     """
+    keep_freed_memory()
     for run in runs:
         for _ in range(WARM_UP):
-            run()
+            if sum(run().values()) > LONG:
+                break
     samples: list[dict[str, list[float]]] = [{} for _ in runs]
     order = list(range(len(runs)))
     shuffle = random.Random(0).shuffle
