@@ -8,6 +8,7 @@ from typing import Any
 
 Points = Sequence[tuple[float, float]]
 MARKERS = "osD^vPX*"
+STYLES = ("-", "--", ":", "-.")
 
 
 def _pyplot() -> Any:
@@ -35,6 +36,14 @@ def colours(labels: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def compact(number: float) -> str:
+    """10000 -> 10k, 5e8 -> 500M."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:g}{suffix}"
+    return f"{number:g}"
+
+
 def curves(
     file: Path, title: str, subtitle: str, x_label: str, y_label: str, series: Mapping[str, Points],
     log_x: bool = True,
@@ -47,24 +56,32 @@ def curves(
         subtitle: Second line: machine and versions.
         x_label: What x is, with its unit.
         y_label: What y is, with its unit.
-        series: Label -> points (x, y); points at y <= 0 cannot be drawn on a log axis and are left out.
+        series: Label -> points (x, y). "path: part" is drawn in the colour of "path", as a broken line. Points at
+            y <= 0 cannot be drawn on a log axis and are left out.
         log_x: Whether x has a log axis too.
     """
     pyplot = _pyplot()
+    from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
+
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    shades = colours(list(series))
-    for number, (label, points) in enumerate(series.items()):
+    paths = list(dict.fromkeys(label.partition(": ")[0] for label in series))
+    parts = list(dict.fromkeys(label.partition(": ")[2] for label in series))
+    shades = colours(paths)
+    for label, points in series.items():
+        path, _, part = label.partition(": ")
         drawn = [(x, y) for x, y in points if y > 0]
         axes.plot(
-            [x for x, _ in drawn], [y for _, y in drawn], label=label, color=shades[label],
-            marker=MARKERS[number % len(MARKERS)], linewidth=1.8, markersize=5,
-            linestyle="--" if label.startswith(("ours: ", "take")) else "-",
+            [x for x, _ in drawn], [y for _, y in drawn], label=label, color=shades[path], linewidth=1.8, markersize=5,
+            marker=MARKERS[paths.index(path) % len(MARKERS)], linestyle=STYLES[parts.index(part) % len(STYLES)],
         )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
     if log_x:
         axes.set_xscale("log")
-    else:
-        axes.set_xticks(sorted({x for points in series.values() for x, _ in points}))
+    ticks = sorted({x for points in series.values() for x, _ in points})
+    axes.set_xticks(ticks, [compact(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(which="both", alpha=0.25)
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.legend(fontsize=8)

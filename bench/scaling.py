@@ -201,32 +201,30 @@ def work(order: str) -> None:
 def draw(rows: Sequence[Row], folder: Path, where: study.Environment) -> list[Path]:
     """One picture per curve that was measured."""
     titles = {
-        "elements": (f"Time of a window against elements ({TENSORS} tensors, k = {K})", "elements"),
-        "tensors": (f"Time of a window against tensors (1,000,000 elements, k = {K}); broken lines: parts", "tensors"),
-        "k": (f"Time of a window against k ({TENSORS} tensors)", "k: micro-batches in the window"),
-        "threads": (f"Time of a window against threads ({TENSORS} tensors, k = {K})", "threads"),
+        "elements": (f"elements ({TENSORS} tensors, k = {K})", "elements"),
+        "tensors": (f"tensors ({{elements:,}} elements, k = {K}); broken lines: parts of it", "tensors"),
+        "k": (f"k ({TENSORS} tensors, {{elements:,}} elements)", "k: micro-batches in the window"),
+        "threads": (f"threads ({TENSORS} tensors, k = {K})", "threads"),
     }
     drawn = []
     for curve in dict.fromkeys(row.curve for row in rows):
-        title, x_label = titles[curve]
-        machine = study.machine_line(where, threads=curve != "threads")
+        mine = [row for row in rows if row.curve == curve]
         series: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if row.curve == curve and (
-                row.stage == WINDOW or (curve == "tensors" and row.stage in (PASSES, GRADIENTS))
-            ):
+        for row in mine:
+            if row.stage == WINDOW or (curve == "tensors" and row.stage in (PASSES, GRADIENTS)):
                 series.setdefault(label(row), []).append((getattr(row, curve), row.ms))
-        drawn.append(
-            plots.curves(folder / f"scaling_{curve}.png", title, machine, x_label, "ms per window", series,
-                         log_x=curve != "threads")
-        )  # fmt: skip
+        against, x_label = titles[curve]
+        title = f"Time of a window against {against.format(elements=mine[0].elements)}"
+        machine = study.machine_line(where, threads=curve != "threads")
+        file = folder / f"scaling_{curve}.png"
+        drawn.append(plots.curves(file, title, machine, x_label, "ms per window", series, log_x=curve != "threads"))
     return drawn
 
 
 def label(row: Row) -> str:
     """The line that a row belongs to."""
     if row.curve == "threads":
-        return f"{row.path}: {row.elements:,} elements"
+        return f"{row.path}, {row.elements:,} elements"
     return row.path if row.stage == WINDOW else f"{row.path}: {row.stage}"
 
 
