@@ -138,15 +138,20 @@ bool all_ours(const std::vector<at::Tensor>& grads) {
 void Collector::announce(size_t k) const {
   // Each step follows the pointer that the one before has asked for.
   constexpr size_t kStep = 6;
-  const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
   const size_t count = active_index_.size();
-  if (k + 3 * kStep < count) __builtin_prefetch(param(k + 3 * kStep));
-  if (k + 2 * kStep < count) __builtin_prefetch(param(k + 2 * kStep)->autograd_meta());
-  if (k + kStep >= count) return;
-  const at::Tensor& grad = params_[active_index_[k + kStep]].grad();
-  if (!grad.defined()) return;
-  for (int line = 0; line < 3; ++line) {
-    __builtin_prefetch(reinterpret_cast<const char*>(grad.unsafeGetTensorImpl()) + 64 * line);
+  const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
+  const auto ask = [](const void* object, int lines) {
+    for (int line = 0; line < lines; ++line) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
+  };
+  if (k + 4 * kStep < count) ask(param(k + 4 * kStep), 1);
+  if (k + 3 * kStep < count) ask(param(k + 3 * kStep)->autograd_meta(), 2);
+  if (k + 2 * kStep < count) {
+    const at::Tensor& grad = params_[active_index_[k + 2 * kStep]].grad();
+    if (grad.defined()) ask(grad.unsafeGetTensorImpl(), 3);
+  }
+  if (k + kStep < count) {
+    const at::Tensor& grad = params_[active_index_[k + kStep]].grad();
+    if (grad.defined() && grad.has_storage()) ask(grad.storage().unsafeGetStorageImpl(), 2);
   }
 }
 

@@ -181,6 +181,13 @@ class Engine:
             self._state = state
         return state
 
+    @property
+    def has_state(self) -> bool:
+        """Whether state was made, by numbers alone: what somebody exchanged is found before it is next used."""
+        listed = sum(len(group["params"]) for group in self.inner.param_groups)
+        known = self._state is not None and len(self.inner.state) == self._state.entries
+        return known and listed == len(self.layout.all_params)
+
     # -- host values ---------------------------------------------------------------------------------------------
 
     def host_value(self, tensor: torch.Tensor) -> float | None:

@@ -115,7 +115,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state, made before it is first read."""
-        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__:
+        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__ and not self._engine.has_state:
             self._make_state()
         return self.inner.state
 

@@ -158,6 +158,7 @@ class RuleState:
                 state[MAIN_PARAM] = adopt_main_param(state.get(MAIN_PARAM), param)
             if any(wants_main):
                 self.main_params.append(state[MAIN_PARAM] if wants_main[k] else param.new_empty(0, dtype=torch.float32))
+        self.entries = len(inner.state)
         self._record = record(inner.state)
 
     def is_in(self, inner: torch.optim.Optimizer) -> bool:
