@@ -90,7 +90,7 @@ class Ours(Loop):
         super().__init__(model, pieces, native)
         self.name, self.defer = f"ours, defer={defer}", str(defer)
         self.optimizer = gf.GradAccumOptimizer(
-            torch.optim.AdamW(self.params, lr=LR), max_grad_norm=MAX_NORM, defer=defer  # type: ignore[arg-type]
+            torch.optim.AdamW(self.params, lr=LR), max_grad_norm=MAX_NORM, defer=defer
         )  # fmt: skip
         state = self.optimizer.state
         self.main_params = [state[param].get("main_param", param) for param in self.params]
@@ -149,9 +149,8 @@ class StockLoop(Loop):
 
 def make_loops(model: GPT, pieces: Sequence[Piece], native: bool = False) -> list[Loop]:
     """Forward and backward alone, ours with the largest and the smallest ``defer``, and stock; the same start."""
-    most = "auto" if study.accepts_auto_defer() else len(pieces)
     return [
         Loop(copy.deepcopy(model), pieces, native),
-        *(Ours(copy.deepcopy(model), pieces, native, defer) for defer in (most, 1)),
+        *(Ours(copy.deepcopy(model), pieces, native, defer) for defer in ("auto", 1)),
         StockLoop(copy.deepcopy(model), pieces, native),
     ]

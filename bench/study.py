@@ -8,7 +8,6 @@ import gc
 import importlib
 import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -18,9 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-import gradacc_fused as gf
+from gradacc_fused.report import machine
 
 MIN_REPEATS = 5
 MAX_REPEATS = 200
@@ -110,16 +107,6 @@ def take_turns(
     return taken
 
 
-def accepts_auto_defer() -> bool:
-    """Whether the installed version knows ``defer="auto"``."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    try:
-        gf.GradAccumOptimizer(torch.optim.SGD([param], lr=0.0), defer="auto").close()  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def available_memory() -> int | None:
     """Bytes that a process may still take, by Linux's own estimate; None where the system does not say."""
     accounts = Path("/proc/meminfo")
@@ -138,15 +125,8 @@ def free_memory() -> None:
 
 def environment() -> Environment:
     """What the numbers depend on."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "machine": f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "gradacc_fused": gf.__version__,
-        "backends": ", ".join(name for name, status in gf.backends().items() if status.available),
+        **machine.environment(),
         "instruction_set": instruction_set(),
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else -1.0,
     }

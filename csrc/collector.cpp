@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "checks.h"
+#include "cpu/simd.h"
 #include "dense.h"
 
 namespace gradacc {
@@ -140,9 +141,7 @@ void Collector::announce(size_t k) const {
   constexpr size_t kStep = 6;
   const size_t count = active_index_.size();
   const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
-  const auto ask = [](const void* object, int lines) {
-    for (int line = 0; line < lines; ++line) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
-  };
+  const auto ask = [](const void* object, int lines) { prefetch(object, 0, lines, kLine); };
   if (k + 4 * kStep < count) ask(param(k + 4 * kStep), 1);
   if (k + 3 * kStep < count) ask(param(k + 3 * kStep)->autograd_meta(), 2);
   if (k + 2 * kStep < count) {

@@ -45,8 +45,8 @@ class Deferral:
             expected: Micro-batches in the window, where that is known.
             stored: Whether the main grads are in use already.
         """
-        if isinstance(self._defer, int):
-            return self._defer
+        if self._defer != "auto":
+            return int(self._defer)
         budget = self.budget(layout)
         if piece_bytes == 0:
             return 1

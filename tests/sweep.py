@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def setting(read: Callable[[], int], write: Callable[[int], None], value: int) -> Iterator[None]:
+    """A setting of the process, put back at the end."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        write(before)
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    return setting(torch.get_num_threads, torch.set_num_threads, count)
+
+
+def streaming_from(bytes_: int) -> AbstractContextManager[None]:
+    """Buffers of more bytes are written past the cache."""
+    from gradacc_fused import _C
+
+    return setting(_C.streaming_threshold, _C.set_streaming_threshold, bytes_)
 
 
 def sweep(run: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:

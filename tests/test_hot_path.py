@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import gradacc_fused as gf
-from tests.sweep import assert_same_bits, sweep
+from tests.sweep import assert_same_bits, streaming_from, sweep
 
 pytestmark = pytest.mark.compiled
 
@@ -87,18 +84,6 @@ def through_ops(opt: gf.GradAccumOptimizer) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_both_ways_give_the_same_bits(inner, norm_type):
     assert_same_bits([train(inner, by_ops, norm_type=norm_type) for by_ops in (False, True)])
-
-
-@contextmanager
-def streaming_from(elements: int) -> Iterator[None]:
-    from gradacc_fused import _C
-
-    before = _C.streaming_threshold()
-    _C.set_streaming_threshold(elements)
-    try:
-        yield
-    finally:
-        _C.set_streaming_threshold(before)
 
 
 @pytest.mark.parametrize("streaming", [0, 1 << 40], ids=["past the cache", "through the cache"])

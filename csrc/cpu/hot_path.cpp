@@ -3,8 +3,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <cmath>
-
 #include "../checks.h"
 #include "../dense.h"
 
@@ -113,24 +111,15 @@ void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool store
   TORCH_CHECK_VALUE(steps_.defined(), "update_: the state is not set.");
   check_update_cells(steps_, group_ids_, touched, hyper, multiplier, found_inf, static_cast<int64_t>(count),
                      max_grad_value);
-  const double factor = NormCells::get_cell(multiplier);
-  if (NormCells::get_cell(found_inf) != 0.0 || !std::isfinite(factor)) return;
+  if (!step_applies(multiplier, found_inf)) return;
 
   take("update_", pieces, weights, stored);
-  float* step = steps_.mutable_data_ptr<float>();
-  const int32_t* group = group_ids_.const_data_ptr<int32_t>();
-  const uint8_t* touch = touched.const_data_ptr<uint8_t>();
   DensePointers pointers;
   StepScalars scalars(rule_, hyper.const_data_ptr<double>());
-  std::vector<float> next_steps(step, step + count);
   update_rows_.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    UpdateRow& row = update_rows_[i];
-    row = UpdateRow();
-    if (!touch[i]) continue;
+  const auto fill = [&](size_t i, UpdateRow& row) {
     const Static& fixed = static_[i];
-    row.scalars = scalars.advance(group[i], next_steps[i], !exp_avgs_.empty());
-    if (fixed.numel == 0) continue;
+    if (fixed.numel == 0) return;
     row.gradient = gradients_[i];
     row.is_double = fixed.is_double;
     row.param_dtype = fixed.dtype;
@@ -138,14 +127,16 @@ void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool store
     row.main_param = locate("update_", main_params_, i);
     row.exp_avg = locate("update_", exp_avgs_, i);
     row.exp_avg_sq = locate("update_", exp_avg_sqs_, i);
-  }
-  update_pass(chunks_, update_rows_, scalars, factor, max_grad_value);
-  pointers.finish();
-  for (size_t i = 0; i < count; ++i) {
-    if (touch[i] && !static_[i].has_gaps) bump_version(params_[i]);
-  }
-  std::copy(next_steps.begin(), next_steps.end(), step);
-  bump_version(steps_);
+  };
+  const auto written = [&] {
+    pointers.finish();
+    const uint8_t* touch = touched.const_data_ptr<uint8_t>();
+    for (size_t i = 0; i < count; ++i) {
+      if (touch[i] && !static_[i].has_gaps) bump_version(params_[i]);
+    }
+  };
+  update_touched(chunks_, update_rows_, scalars, group_ids_, touched, steps_, !exp_avgs_.empty(), multiplier,
+                 max_grad_value, fill, written);
 }
 
 void recorded_clip(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,

@@ -2,8 +2,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <cmath>
-
 #include "gradients.h"
 #include "passes.h"
 
@@ -83,19 +81,11 @@ void update_op(at::TensorList params, at::TensorList main_params, at::TensorList
   check_state("exp_avgs", exp_avgs, params, false);
   check_state("exp_avg_sqs", exp_avg_sqs, params, false);
 
-  const double factor = NormCells::get_cell(multiplier);
-  if (NormCells::get_cell(found_inf) != 0.0 || !std::isfinite(factor)) return;
-
-  float* step = steps.mutable_data_ptr<float>();
-  const uint8_t* touch = touched.const_data_ptr<uint8_t>();
+  if (!step_applies(multiplier, found_inf)) return;
   std::vector<UpdateRow> rows(count);
-  std::vector<float> next_steps(step, step + count);
   StepScalars scalars(rule, hyper.const_data_ptr<double>());
-  for (int64_t i = 0; i < count; ++i) {
-    if (!touch[i]) continue;
-    UpdateRow& row = rows[i];
-    row.scalars = scalars.advance(group[i], next_steps[i], !exp_avgs.empty());
-    if (arguments.numels[i] == 0) continue;
+  const auto fill = [&](size_t i, UpdateRow& row) {
+    if (arguments.numels[i] == 0) return;
     const auto& strides = arguments.strides[i];
     row.gradient = arguments.gradients[i];
     row.is_double = arguments.is_double[i];
@@ -104,11 +94,9 @@ void update_op(at::TensorList params, at::TensorList main_params, at::TensorList
     if (!main_params.empty() && main_params[i].numel() > 0) row.main_param = pointers.write(main_params[i], strides);
     if (!exp_avgs.empty()) row.exp_avg = pointers.write(exp_avgs[i], strides);
     if (!exp_avg_sqs.empty()) row.exp_avg_sq = pointers.write(exp_avg_sqs[i], strides);
-  }
-  update_pass(Chunks(arguments.numels), rows, scalars, factor, max_grad_value);
-  pointers.finish();
-  std::copy(next_steps.begin(), next_steps.end(), step);
-  bump_version(steps);
+  };
+  update_touched(Chunks(arguments.numels), rows, scalars, group_ids, touched, steps, !exp_avgs.empty(), multiplier,
+                 max_grad_value, fill, [&] { pointers.finish(); });
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 // optimizer's own path (hot_path.h) enters directly.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -13,13 +15,6 @@
 #include "simd.h"
 
 namespace gradacc {
-
-// Asks for elements start to start + n of an array.
-GRADACC_INLINE void prefetch(const void* array, int64_t start, int64_t n, int64_t element_bytes) {
-  if (!array) return;
-  const char* from = static_cast<const char*>(array) + start * element_bytes;
-  for (int64_t i = 0; i < n * element_bytes; i += kLine) __builtin_prefetch(from + i);
-}
 
 GRADACC_INLINE void prefetch(const Gradient& gradient, int64_t start, int64_t n, int64_t math_bytes) {
   prefetch(gradient.main_grad, start, n, math_bytes);
@@ -115,6 +110,34 @@ class StepScalars {
 // multiplier: finite; multiplies the gradient. max_grad_value: bound of its elements after that, inf for none.
 void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const StepScalars& scalars,
                  double multiplier, double max_grad_value);
+
+// Whether a step may write anything: no gradient was found not finite, and the multiplier is.
+inline bool step_applies(const at::Tensor& multiplier, const at::Tensor& found_inf) {
+  return NormCells::get_cell(found_inf) == 0.0 && std::isfinite(NormCells::get_cell(multiplier));
+}
+
+// The update of a step that applies: counts it for the touched tensors, fills their rows and runs the pass.
+// fill(i, row): everything of a row but its scalars; leaves `param` unset where there are no elements. written(): what
+// is left to do once the pass has run, before the steps are stored.
+template <typename Fill, typename Written>
+void update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, StepScalars& scalars,
+                    const at::Tensor& group_ids, const at::Tensor& touched, const at::Tensor& steps, bool with_buffer,
+                    const at::Tensor& multiplier, double max_grad_value, const Fill& fill, const Written& written) {
+  float* step = steps.mutable_data_ptr<float>();
+  const int32_t* group = group_ids.const_data_ptr<int32_t>();
+  const uint8_t* touch = touched.const_data_ptr<uint8_t>();
+  std::vector<float> next_steps(step, step + rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = UpdateRow();
+    if (!touch[i]) continue;
+    rows[i].scalars = scalars.advance(group[i], next_steps[i], with_buffer);
+    fill(i, rows[i]);
+  }
+  update_pass(chunks, rows, scalars, NormCells::get_cell(multiplier), max_grad_value);
+  written();
+  std::copy(next_steps.begin(), next_steps.end(), step);
+  bump_version(steps);
+}
 
 // clip_: folds the partials; writes the cells.
 void clip_pass(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,

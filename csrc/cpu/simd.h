@@ -18,11 +18,17 @@ constexpr int64_t kLine = 64;    // bytes of a cache line
 constexpr int64_t kBlock = 32;   // elements between two requests: a line of a 16-bit array, two of an fp32 one
 constexpr int64_t kAhead = 256;  // elements from a request to its use
 
-// Asks for the lines of elements block + kAhead to block + kAhead + kBlock; beyond an array's end that does no harm.
+// Asks for elements start to start + n of an array; beyond its end that does no harm.
+GRADACC_INLINE void prefetch(const void* array, int64_t start, int64_t n, int64_t element_bytes) {
+  if (!array) return;
+  const char* from = static_cast<const char*>(array) + start * element_bytes;
+  for (int64_t i = 0; i < n * element_bytes; i += kLine) __builtin_prefetch(from + i);
+}
+
+// Asks for what the block that lies kAhead elements behind this one needs.
 template <typename Element>
 GRADACC_INLINE void read_ahead(const Element* block) {
-  const char* lines = reinterpret_cast<const char*>(block + kAhead);
-  for (int64_t i = 0; i < kBlock * static_cast<int64_t>(sizeof(Element)); i += kLine) __builtin_prefetch(lines + i);
+  prefetch(block, kAhead, kBlock, sizeof(Element));
 }
 
 // Copies a block into memory that nobody reads soon. target: aligned to a line.

@@ -1,5 +1,5 @@
-// Tiles: a chunk is walked in slices that stay in the first-level cache. Here are their loads and stores, and the one
-// place where a norm is taken.
+// Tiles: a chunk is walked in slices that stay in the first-level cache. Here is the one place where a
+// norm is taken.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,7 @@ GRADACC_INLINE void load_elements(Math* tile, const Element* source, int64_t n) 
   for (int64_t i = 0; i < n; ++i) tile[i] = static_cast<Math>(widen(source[i]));
 }
 
-template <typename Math, typename Element>
-GRADACC_INLINE void store_elements(Element* target, const Math* tile, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) narrow(tile[i], target[i]);
-}
-
-template <typename Math>
-GRADACC_INLINE void load_tile(Math* tile, const void* source, Dtype dtype, int64_t start, int64_t n) {
-  GRADACC_BY_DTYPE(dtype, load_elements(tile, static_cast<const Element*>(source) + start, n))
-}
-
-template <typename Math>
-GRADACC_INLINE void store_tile(void* target, Dtype dtype, int64_t start, const Math* tile, int64_t n){
-    GRADACC_BY_DTYPE(dtype, store_elements(static_cast<Element*>(target) + start, tile, n))}
-
-GRADACC_INLINE bool exponent_full(float value) {
-  return (to_bits(value) & 0x7f800000u) == 0x7f800000u;
-}
+GRADACC_INLINE bool exponent_full(float value) { return (to_bits(value) & 0x7f800000u) == 0x7f800000u; }
 GRADACC_INLINE bool exponent_full(double value) {
   return (to_bits(value) & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ..optimizer import GradAccumOptimizer
+from ..report.events import operator_events
 from .model import GPT
 from .train import Piece, Usual, Windowed, active_tokens
 
@@ -23,13 +23,6 @@ class Measured:
     ms: float
     ms_added: float
     op_calls: int
-
-
-def operator_events(run: Callable[[], object]) -> int:
-    """Operator events of ``run``, nested ones counted; user annotations are none."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        run()
-    return sum("::" in event.name for event in profiler.events())
 
 
 def milliseconds(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
