@@ -98,7 +98,7 @@ def take_turns(runs: Sequence[Run], seconds: float, min_repeats: int = MIN_REPEA
     order = list(range(len(runs)))
     shuffle = random.Random(0).shuffle
     start = time.perf_counter()
-    for repeat in range(MAX_REPEATS):
+    for repeat in range(max(min_repeats, MAX_REPEATS)):
         allowed = seconds * (PATIENCE if repeat < ENOUGH else 1.0)
         if repeat >= min_repeats and time.perf_counter() - start > allowed:
             break
