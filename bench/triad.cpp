@@ -22,8 +22,8 @@ void plain(float* a, const float* b, const float* c, float s, int64_t begin, int
 }
 
 #ifdef TRIAD_STREAMS
-__attribute__((target("avx"))) void stream_avx(
-    float* a, const float* b, const float* c, float s, int64_t begin, int64_t end) {
+__attribute__((target("avx"))) void stream_avx(float* a, const float* b, const float* c, float s, int64_t begin,
+                                               int64_t end) {
   const __m256 factor = _mm256_set1_ps(s);
   for (int64_t i = begin; i < end; i += 8) {
     _mm256_stream_ps(a + i, _mm256_add_ps(_mm256_load_ps(b + i), _mm256_mul_ps(factor, _mm256_load_ps(c + i))));
@@ -71,5 +71,4 @@ double triad(float* a, const float* b, const float* c, float s, int64_t n, int t
   for (auto& other : others) other.join();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
-
 }

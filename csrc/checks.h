@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/element.h"
+#include "update_math.h"
 
 namespace gradacc {
 
@@ -67,6 +68,28 @@ inline void check_cell(const char* op, const char* argument, const at::Tensor& t
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble, op, ": ", argument,
                    " must be float32 or float64, got ", dtype_name(tensor.scalar_type()), ".");
   TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": ", argument, " must have one element, got ", tensor.numel(), ".");
+}
+
+inline void check_update_cells(const at::Tensor& steps, const at::Tensor& group_ids, const at::Tensor& touched,
+                               const at::Tensor& hyper, const at::Tensor& multiplier, const at::Tensor& found_inf,
+                               int64_t count, double max_grad_value) {
+  check_cells("update_", "steps", steps, at::kFloat, count);
+  check_cells("update_", "group_ids", group_ids, at::kInt, count);
+  check_cells("update_", "touched", touched, at::kByte, count);
+  check_cells("update_", "hyper", hyper, at::kDouble, 0);
+  TORCH_CHECK_VALUE(hyper.dim() == 2 && hyper.size(1) == kHyperColumns, "update_: hyper must have shape [groups, ",
+                    static_cast<int>(kHyperColumns), "], got ", hyper.sizes(), ". Build it with hyper_rows().");
+  TORCH_CHECK_VALUE(max_grad_value > 0.0, "update_: max_grad_value must be positive (inf: none), got ", max_grad_value,
+                    ".");
+  check_cell("update_", "multiplier", multiplier);
+  check_cell("update_", "found_inf", found_inf);
+}
+
+inline Rule parse_rule(c10::string_view rule) {
+  if (rule == "adamw") return Rule::kAdamW;
+  if (rule == "adam") return Rule::kAdam;
+  TORCH_CHECK_VALUE(rule == "sgd", "update_: rule must be adamw, adam or sgd, got '", std::string(rule), "'.");
+  return Rule::kSgd;
 }
 
 inline void check_norm_type(const char* op, double norm_type) {

@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "checks.h"
+#include "dense.h"
 
 namespace gradacc {
 
@@ -75,32 +76,13 @@ Collector::Collector(std::vector<at::Tensor> params, std::vector<bool> active, a
   TORCH_CHECK_VALUE(params_.size() == active_.size(), "Collector: active must have one flag per parameter (",
                     params_.size(), "), got ", active_.size(), ".");
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (active_[i]) active_index_.push_back(static_cast<int64_t>(i));
+    if (active_[i]) {
+      active_index_.push_back(static_cast<int64_t>(i));
+      strides_.push_back(dense_strides(params_[i]));
+    }
     sizes_.push_back(params_[i].sizes().vec());
     dtypes_.push_back(params_[i].scalar_type());
   }
-}
-
-Collector::Collected Collector::collect(const at::Tensor& touched, bool clear) {
-  check_cells("collect", "touched", touched, at::kByte, static_cast<int64_t>(active_index_.size()));
-  uint8_t* touch = touched.mutable_data_ptr<uint8_t>();
-  Collected out;
-  out.grads.reserve(active_index_.size());
-  for (size_t k = 0; k < active_index_.size(); ++k) {
-    at::Tensor& grad = params_[active_index_[k]].mutable_grad();
-    if (!grad.defined()) {
-      out.grads.push_back(absent_);
-      continue;
-    }
-    touch[k] = 1;
-    ++out.present;
-    // An fp64 gradient of another parameter would be measured and applied in different dtypes.
-    const bool narrow = grad.scalar_type() == at::kDouble && params_[active_index_[k]].scalar_type() != at::kDouble;
-    const at::Tensor dense = grad.layout() == at::kStrided ? grad : grad.to_dense();
-    out.grads.push_back(narrow ? dense.to(at::kFloat) : dense);
-    if (clear) grad.reset();
-  }
-  return out;
 }
 
 namespace {
@@ -128,26 +110,101 @@ bool only_ours(const at::Tensor& grad) {
   return alone;
 }
 
-}  // namespace
-
-bool Collector::owned(const std::vector<at::Tensor>& grads) {
-  std::unordered_map<const c10::StorageImpl*, size_t> uses;
+// Whether nobody else can write these gradients: each storage is used by them alone.
+bool all_ours(const std::vector<at::Tensor>& grads) {
+  const auto deleter = c10::GetDefaultCPUAllocator()->raw_deleter();
+  std::unordered_map<const c10::StorageImpl*, size_t> shared;  // storages with more than one use, and ours of them
   for (const at::Tensor& grad : grads) {
+    if (!grad.defined() || grad.numel() == 0) continue;
     if (!grad.has_storage()) return false;
-    if (grad.numel() > 0) ++uses[grad.storage().unsafeGetStorageImpl()];
+    // Memory that torch did not allocate has owners that its counts do not know.
+    const c10::StorageImpl* storage = grad.storage().unsafeGetStorageImpl();
+    if (grad.device().is_cpu() && storage->data_ptr().get_deleter() != deleter) return false;
+    // No Python or C++ reference to the tensor besides ours.
+    if (!only_ours(grad)) return false;
+    if (grad.storage().use_count() != 1) ++shared[storage];
   }
   for (const at::Tensor& grad : grads) {
-    if (grad.numel() == 0) continue;
-    // Memory that torch did not allocate has owners that its counts do not know.
-    if (grad.device().is_cpu() &&
-        grad.storage().data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter()) {
-      return false;
-    }
-    // One use per tensor of the piece, and no Python or C++ reference to the tensor besides the piece's own.
-    if (grad.storage().use_count() != uses[grad.storage().unsafeGetStorageImpl()]) return false;
-    if (!only_ours(grad)) return false;
+    if (shared.empty()) break;
+    if (!grad.defined() || grad.numel() == 0) continue;
+    const auto uses = shared.find(grad.storage().unsafeGetStorageImpl());
+    if (uses != shared.end() && grad.storage().use_count() != uses->second) return false;
   }
   return true;
+}
+
+}  // namespace
+
+void Collector::announce(size_t k) const {
+  // Each step follows the pointer that the one before has asked for.
+  constexpr size_t kStep = 6;
+  const size_t count = active_index_.size();
+  const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
+  const auto ask = [](const void* object, int lines) {
+    for (int line = 0; line < lines; ++line) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
+  };
+  if (k + 4 * kStep < count) ask(param(k + 4 * kStep), 1);
+  if (k + 3 * kStep < count) ask(param(k + 3 * kStep)->autograd_meta(), 2);
+  if (k + 2 * kStep < count) {
+    const at::Tensor& grad = params_[active_index_[k + 2 * kStep]].grad();
+    if (grad.defined()) ask(grad.unsafeGetTensorImpl(), 3);
+  }
+  if (k + kStep < count) {
+    const at::Tensor& grad = params_[active_index_[k + kStep]].grad();
+    if (grad.defined() && grad.has_storage()) ask(grad.storage().unsafeGetStorageImpl(), 2);
+  }
+}
+
+void Collector::check_grad(int64_t index, const at::Tensor& grad) const {
+  TORCH_CHECK_TYPE(is_gradient_dtype(grad.scalar_type()), "the gradient of parameter ", index,
+                   " must be float32, float64, float16 or bfloat16, got ", dtype_name(grad.scalar_type()), ".");
+  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(sizes_[index]) && grad.device() == absent_.device(),
+                    "the gradient of parameter ", index, " must have shape ", at::IntArrayRef(sizes_[index]), " on ",
+                    absent_.device().str(), ", got ", grad.sizes(), " on ", grad.device().str(), ".");
+}
+
+std::shared_ptr<Piece> Collector::collect(const at::Tensor& touched, bool clear) {
+  const size_t count = active_index_.size();
+  check_cells("collect", "touched", touched, at::kByte, static_cast<int64_t>(count));
+  auto piece = std::make_shared<Piece>();
+  piece->grads.resize(count);
+  piece->sources.resize(count);
+  for (size_t k = 0; k < count; ++k) {  // .grad stays until all of them are known to be usable
+    announce(k);
+    const int64_t index = active_index_[k];
+    const at::Tensor& grad = params_[index].grad();
+    if (!grad.defined()) continue;
+    check_grad(index, grad);
+    at::Tensor& taken = piece->grads[k];
+    taken = grad;
+    if (taken.layout() != at::kStrided) taken = taken.to_dense();
+    // An fp64 gradient of another parameter would be measured and applied in different dtypes.
+    if (taken.scalar_type() == at::kDouble && dtypes_[index] != at::kDouble) taken = taken.to(at::kFloat);
+    if (!same_order(taken, strides_[k])) {
+      taken = at::empty_strided(taken.sizes(), strides_[k], taken.options()).copy_(taken);
+    }
+    ++piece->present;
+    piece->sources[k].dtype = element_dtype(taken.scalar_type());
+    piece->bytes += static_cast<int64_t>(taken.nbytes());
+    piece->locate(k);
+  }
+  uint8_t* touch = touched.mutable_data_ptr<uint8_t>();
+  for (size_t k = 0; k < count; ++k) {
+    if (!piece->grads[k].defined()) continue;
+    touch[k] = 1;
+    if (clear) params_[active_index_[k]].mutable_grad().reset();
+  }
+  piece->exclusive = clear && all_ours(piece->grads);
+  return piece;
+}
+
+int64_t Collector::first_came_back(const Piece& piece, const std::vector<std::shared_ptr<Piece>>& held) const {
+  for (const auto& earlier : held) {
+    for (size_t k = 0; k < piece.sources.size(); ++k) {
+      if (piece.sources[k].data && piece.sources[k].data == earlier->sources[k].data) return active_index_[k];
+    }
+  }
+  return -1;
 }
 
 int64_t Collector::first_with_grad() const {
@@ -196,8 +253,10 @@ bool Collector::matches(const pybind11::list& param_lists) const {
 
 Collector::Seen Collector::see(const at::Tensor& tensor) {
   if (!tensor.defined()) return {0u, nullptr};
-  return {tensor.is_inference() ? 0u : static_cast<uint32_t>(tensor._version()),
-          tensor.has_storage() ? tensor.const_data_ptr() : tensor.unsafeGetTensorImpl()};
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const uint32_t version = tensor.is_inference() ? 0u : impl->version_counter().current_version();
+  if (!impl->has_storage()) return {version, impl};
+  return {version, static_cast<const char*>(impl->unsafe_storage().data()) + impl->storage_offset()};
 }
 
 void Collector::remember() {

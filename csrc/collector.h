@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/gather.h"
+
 namespace gradacc {
 
 // Whether a backward that began writing gradients also ended. Hooks that run before the gradient accumulators set it;
@@ -30,21 +32,29 @@ class BackwardWatch {
   std::vector<std::pair<Accumulator, torch::autograd::FunctionPreHook*>> hooks_;
 };
 
+// One micro-batch's gradients, checked, each in its parameter's memory order.
+struct Piece {
+  std::vector<at::Tensor> grads;  // one per active parameter; undefined: the micro-batch did not reach it
+  std::vector<Source> sources;    // where they lie; the weights are set by each pass
+  int64_t present = 0;
+  int64_t bytes = 0;
+  bool exclusive = false;  // nobody else can write them
+
+  void locate(size_t k) {
+    sources[k].data = grads[k].defined() && grads[k].numel() > 0 ? grads[k].const_data_ptr() : nullptr;
+  }
+};
+
 class Collector {
  public:
   // params: the parameters of all groups in order. active: which of them belong to the layout.
   Collector(std::vector<at::Tensor> params, std::vector<bool> active, at::Tensor absent);
 
-  // Gradients of the active parameters, `absent` where there is none; .grad becomes None where `clear`. `touched`
-  // (uint8, one per active parameter) gets a 1 where a gradient was there. Sparse gradients are coalesced and made
-  // dense.
-  struct Collected {
-    std::vector<at::Tensor> grads;
-    int64_t present = 0;
-  };
-  Collected collect(const at::Tensor& touched, bool clear);
-  // Whether nobody else can write the gradients of a collected piece: each storage is used by the piece alone.
-  static bool owned(const std::vector<at::Tensor>& grads);
+  // Gradients of the active parameters; .grad becomes None where `clear`. `touched` (uint8, one per active parameter)
+  // gets a 1 where a gradient was there. Sparse gradients are coalesced and made dense.
+  std::shared_ptr<Piece> collect(const at::Tensor& touched, bool clear);
+  // Index (among all parameters) of the first gradient that lies where one of a held piece does, or -1.
+  int64_t first_came_back(const Piece& piece, const std::vector<std::shared_ptr<Piece>>& held) const;
   // Index (among all parameters) of the first active parameter whose .grad is set, or -1.
   int64_t first_with_grad() const;
   // Remembers the gradients as they are; whether they are the same tensors since, not written and not cleared.
@@ -69,6 +79,8 @@ class Collector {
     bool operator==(const Seen& other) const { return version == other.version && address == other.address; }
   };
   static Seen see(const at::Tensor& tensor);
+  void announce(size_t k) const;
+  void check_grad(int64_t index, const at::Tensor& grad) const;
 
   std::vector<at::Tensor> params_;
   std::vector<bool> active_;
@@ -76,6 +88,7 @@ class Collector {
   at::Tensor absent_;
   std::vector<std::vector<int64_t>> sizes_;
   std::vector<at::ScalarType> dtypes_;
+  std::vector<std::vector<int64_t>> strides_;  // memory order, of the active ones
   std::vector<Seen> seen_;
   std::vector<Seen> seen_grads_;
   BackwardWatch watch_;

@@ -24,7 +24,67 @@ inline std::vector<int64_t> dense_strides(const at::Tensor& like) {
   return at::infer_dense_strides(like.sizes(), like.strides());
 }
 
-// Hands out pointers in the wanted order for the length of one op and copies written tensors back at its end.
+// As torch's own in-place ops do; an inference tensor has no version.
+inline void bump_version(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// Where a list of tensors lies, looked up once. A tensor whose memory was exchanged (tensor.data = ..., resize_) is
+// looked up anew; the ones that stayed cost one comparison.
+class Located {
+ public:
+  Located() = default;
+  // A tensor without elements is located nowhere.
+  Located(std::vector<at::Tensor> tensors, const char* name) : tensors_(std::move(tensors)), name_(name) {
+    for (const at::Tensor& tensor : tensors_)
+      places_.push_back({tensor.unsafeGetTensorImpl(), nullptr, nullptr, nullptr});
+  }
+
+  bool empty() const { return tensors_.empty(); }
+  size_t size() const { return tensors_.size(); }
+  const at::Tensor& operator[](size_t i) const { return tensors_[i]; }
+
+  // Asks for what write() will compare, for a tensor further on in the list.
+  void announce(size_t i) const {
+    constexpr size_t kStep = 8;
+    if (i + 2 * kStep < places_.size()) __builtin_prefetch(&places_[i + 2 * kStep].impl->unsafe_storage());
+    if (i + kStep < places_.size() && places_[i + kStep].storage) {
+      __builtin_prefetch(&places_[i + kStep].storage->data_ptr());
+    }
+  }
+
+  // strides: the memory order that is expected.
+  void* write(const char* op, size_t i, at::IntArrayRef sizes, at::IntArrayRef strides) {
+    Place& place = places_[i];
+    if (place.data && place.impl->unsafe_storage().unsafeGetStorageImpl() == place.storage &&
+        place.storage->data() == place.base) {
+      return place.data;
+    }
+    const at::Tensor& tensor = tensors_[i];
+    if (tensor.numel() == 0) return nullptr;
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.device().is_cpu() && same_order(tensor, strides), op, ": ",
+                      name_, "[", i, "] must have shape ", sizes, " and strides ", strides, " on cpu, got ",
+                      tensor.sizes(), ", ", tensor.strides(), " on ", tensor.device().str(),
+                      ". Replace state through load_state_dict().");
+    void* data = tensor.mutable_data_ptr();
+    place = {place.impl, tensor.storage().unsafeGetStorageImpl(), tensor.storage().data(), data};
+    return data;
+  }
+
+ private:
+  struct Place {
+    c10::TensorImpl* impl;
+    const c10::StorageImpl* storage;
+    const void* base;
+    void* data;
+  };
+  std::vector<at::Tensor> tensors_;
+  const char* name_ = "";
+  std::vector<Place> places_;
+};
+
+// Hands out pointers in the wanted order for the length of one op and copies written tensors back at its end. The
+// tensors it is given have to live as long.
 class DensePointers {
  public:
   const void* read(const at::Tensor& tensor, at::IntArrayRef strides) {
@@ -36,19 +96,17 @@ class DensePointers {
     TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                       "a tensor that is written must not overlap itself (an expanded tensor does), got strides ",
                       tensor.strides(), " for shape ", tensor.sizes(), ". Call .contiguous() or .clone() on it.");
-    written_.push_back(tensor);
+    written_.push_back(&tensor);
     if (same_order(tensor, strides)) return tensor.mutable_data_ptr();
     at::Tensor dense = copy(tensor, strides);
-    copied_back_.emplace_back(tensor, dense);
+    copied_back_.emplace_back(&tensor, dense);
     return dense.mutable_data_ptr();
   }
 
-  // Call once the kernel has run. Bumps the version of what was written, as torch's own in-place ops do.
+  // Call once the kernel has run.
   void finish() {
-    for (auto& [tensor, dense] : copied_back_) tensor.copy_(dense);
-    for (const at::Tensor& tensor : written_) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    }
+    for (auto& [tensor, dense] : copied_back_) tensor->copy_(dense);
+    for (const at::Tensor* tensor : written_) bump_version(*tensor);
   }
 
  private:
@@ -58,8 +116,8 @@ class DensePointers {
   }
 
   std::vector<at::Tensor> held_;
-  std::vector<at::Tensor> written_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copied_back_;
+  std::vector<const at::Tensor*> written_;
+  std::vector<std::pair<const at::Tensor*, at::Tensor>> copied_back_;
 };
 
 }  // namespace gradacc

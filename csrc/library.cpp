@@ -5,7 +5,9 @@
 #include "checks.h"
 #include "chunk_table.h"
 #include "collector.h"
+#include "cpu/hot_path.h"
 #include "cpu/isa.h"
+#include "state_record.h"
 #include "update_math.h"
 
 namespace py = pybind11;
@@ -47,24 +49,43 @@ double read_host_scalar(const at::Tensor& tensor) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using gradacc::Collector;
+  using gradacc::HotPath;
+  using gradacc::Piece;
   module.attr("CHUNK") = gradacc::kChunk;
   module.attr("HYPER_COLUMNS") = static_cast<int>(gradacc::kHyperColumns);
   module.def("isa", &gradacc::isa_name, "The instruction set the CPU loops run on.");
   module.def("use_isa", &gradacc::use_isa, py::arg("name"), "Forces plain, avx2 or avx512.");
+  module.def(
+      "streaming_threshold", &gradacc::streaming_threshold,
+      "Buffers of more bytes are written past the cache; by default the last-level cache's size, 32 MiB at most.");
+  module.def("set_streaming_threshold", &gradacc::set_streaming_threshold, py::arg("bytes"));
   module.def("read_host_scalar", &read_host_scalar, py::arg("tensor"));
+
+  py::class_<Piece, std::shared_ptr<Piece>>(module, "Piece")
+      .def_readonly("present", &Piece::present)
+      .def_readonly("nbytes", &Piece::bytes)
+      .def_readonly("exclusive", &Piece::exclusive)
+      .def("tensors", [](const Piece& self, const at::Tensor& absent) {
+        std::vector<at::Tensor> grads = self.grads;
+        for (at::Tensor& grad : grads) {
+          if (!grad.defined()) grad = absent;
+        }
+        return grads;
+      });
 
   py::class_<Collector>(module, "Collector")
       .def(py::init<std::vector<at::Tensor>, std::vector<bool>, at::Tensor>(), py::arg("params"), py::arg("active"),
            py::arg("absent"))
-      // Returns (gradients, how many are there, owned): ownership is counted before Python holds references of its own.
       .def(
           "collect",
-          [](Collector& self, const at::Tensor& touched, bool clear) {
-            auto collected = self.collect(touched, clear);
-            const bool owned = clear && Collector::owned(collected.grads);
-            return std::make_tuple(std::move(collected.grads), collected.present, owned);
+          [](Collector& self, const py::list& param_lists, const at::Tensor& touched, bool clear,
+             const HotPath::Pieces& held) {
+            std::shared_ptr<Piece> piece;
+            if (self.matches(param_lists)) piece = self.collect(touched, clear);
+            const int64_t came_back = piece ? self.first_came_back(*piece, held) : -1;
+            return std::make_tuple(std::move(piece), came_back);
           },
-          py::arg("touched"), py::arg("clear"))
+          py::arg("param_lists"), py::arg("touched"), py::arg("clear"), py::arg("held"))
       .def("first_with_grad", &Collector::first_with_grad)
       .def("remember_grads", &Collector::remember_grads)
       .def("grads_unchanged", &Collector::grads_unchanged)
@@ -76,4 +97,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("unwatch_backward", [](Collector& self) { self.backward_watch().unwatch(); })
       .def("unfinished_backward", [](Collector& self) { return self.backward_watch().unfinished(); })
       .def("reset_backward", [](Collector& self) { self.backward_watch().reset(); });
+
+  py::class_<gradacc::StateRecord>(module, "StateRecord")
+      .def(py::init<const py::dict&>(), py::arg("state"))
+      .def("holds", &gradacc::StateRecord::holds, py::arg("state"));
+
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<HotPath>(module, "HotPath")
+      .def(py::init<std::vector<at::Tensor>, at::Tensor>(), py::arg("params"), py::arg("group_ids"))
+      .def("set_main_grads", &HotPath::set_main_grads, py::arg("main_grads"))
+      .def("set_state", &HotPath::set_state, py::arg("rule"), py::arg("main_params"), py::arg("exp_avgs"),
+           py::arg("exp_avg_sqs"), py::arg("steps"))
+      .def("accumulate", &HotPath::accumulate, py::arg("pieces"), py::arg("weights"), py::arg("partials"),
+           py::arg("found_inf"), py::arg("overwrite"), py::arg("store"), py::arg("norm_type"), Released())
+      .def("norm", &HotPath::norm, py::arg("partials"), py::arg("found_inf"), py::arg("norm_type"), Released())
+      .def_static("clip", &gradacc::recorded_clip, py::arg("partials"), py::arg("counts"), py::arg("loss_scale"),
+                  py::arg("total_norm"), py::arg("clip_coef"), py::arg("multiplier"), py::arg("weight_sum"),
+                  py::arg("norm_type"), py::arg("max_norm"))
+      .def("update", &HotPath::update, py::arg("pieces"), py::arg("weights"), py::arg("stored"), py::arg("hyper"),
+           py::arg("touched"), py::arg("multiplier"), py::arg("found_inf"), py::arg("max_grad_value"), Released())
+      .def_static("window_cells", &gradacc::window_cells, py::arg("wide"));
 }

@@ -44,7 +44,7 @@ struct RuleScalars {
   Math lr = 0;
   Math weight_decay = 0;  // L2: added to the gradient
   Math decay = 1;         // decoupled: 1 - lr * weight_decay, on the parameter
-  Math sign = 1;          // -1 when maximizing
+  Math sign = 1;          // -1 when maximizing: the gradient comes multiplied by it
   Math one_minus_beta1 = 0;
   Math beta2 = 0;
   Math one_minus_beta2 = 0;
@@ -78,33 +78,33 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   return s;
 }
 
-// L2 decay. Without one the parameter is not read: 0 * inf would be NaN.
-template <typename Math>
+// The decay as part of the gradient, where there is one (kL2). Without one the parameter is not read: 0 * inf would be
+// NaN.
+template <bool kL2, typename Math>
 GRADACC_HOST_DEVICE Math decayed_gradient(Math grad, Math param, const RuleScalars<Math>& s) {
-  const Math signed_grad = s.sign * grad;
-  return s.weight_decay != Math(0) ? fused_multiply_add(s.weight_decay, param, signed_grad) : signed_grad;
+  return kL2 ? fused_multiply_add(s.weight_decay, param, grad) : grad;
 }
 
 // Adam and AdamW: the two differ in where the decay goes, and rule_scalars has set the other one to nothing.
-template <typename Math>
+template <bool kL2, typename Math>
 GRADACC_HOST_DEVICE void adam(Math& param, Math grad, Math& exp_avg, Math& exp_avg_sq, const RuleScalars<Math>& s) {
   param = param * s.decay;
-  grad = decayed_gradient(grad, param, s);
+  grad = decayed_gradient<kL2>(grad, param, s);
   exp_avg = fused_multiply_add(s.one_minus_beta1, grad - exp_avg, exp_avg);
   exp_avg_sq = fused_multiply_add(s.one_minus_beta2 * grad, grad, s.beta2 * exp_avg_sq);
   // lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps), with sqrt(bc2) multiplied through: one division for two.
   param = param - s.step_size * exp_avg / (square_root(exp_avg_sq) + s.eps);
 }
 
-template <typename Math>
+template <bool kL2, typename Math>
 GRADACC_HOST_DEVICE void sgd(Math& param, Math grad, const RuleScalars<Math>& s) {
-  grad = decayed_gradient(grad, param, s);
+  grad = decayed_gradient<kL2>(grad, param, s);
   param = fused_multiply_add(-s.lr, grad, param);
 }
 
-template <typename Math>
+template <bool kL2, typename Math>
 GRADACC_HOST_DEVICE void sgd_momentum(Math& param, Math grad, Math& momentum_buffer, const RuleScalars<Math>& s) {
-  grad = decayed_gradient(grad, param, s);
+  grad = decayed_gradient<kL2>(grad, param, s);
   momentum_buffer = fused_multiply_add(s.momentum, momentum_buffer, s.one_minus_dampening * grad);
   const Math direction = s.nesterov ? fused_multiply_add(s.momentum, momentum_buffer, grad) : momentum_buffer;
   param = fused_multiply_add(-s.lr, direction, param);

@@ -72,9 +72,3 @@ class Cells:
     multiplier: torch.Tensor
     weight_sum: torch.Tensor
     found_inf: torch.Tensor
-
-    @classmethod
-    def allocate(cls, layout: Layout) -> Cells:
-        wide = torch.float64 in layout.sizes
-        dtypes = (torch.float64 if wide else torch.float32,) * 2 + (torch.float64,) * 2 + (torch.float32,)
-        return cls(*(torch.empty((), dtype=dtype, device=layout.device) for dtype in dtypes))

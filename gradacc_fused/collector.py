@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+
+
+class Piece:
+    """One micro-batch's gradients.
+
+    Attributes:
+        present: How many parameters it reached.
+        nbytes: Their gradients' bytes.
+        exclusive: Whether nobody else can write them. Python cannot know, so here never.
+    """
+
+    exclusive = False
+
+    def __init__(self, grads: list[torch.Tensor], present: int) -> None:
+        self._grads = grads
+        self.present = present
+        self.nbytes = sum(grad.nbytes for grad in grads)
+
+    def tensors(self, absent: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients; ``absent`` where there is none."""
+        return self._grads
+
+
+class StateRecord:
+    """Whether an optimizer's state still holds the objects that were taken up from it, by identity.
+
+    Args:
+        state: ``{parameter: {name: value}}``.
+    """
+
+    def __init__(self, state: Mapping[torch.Tensor, Any]) -> None:
+        self._taken = [(of_param, list(of_param.values())) for of_param in state.values()]
+
+    def holds(self, state: Mapping[torch.Tensor, Any]) -> bool:
+        """The same parameters' dicts, with the same values in the same order; added ones do not matter."""
+        return len(state) == len(self._taken) and all(
+            now is of_param and self._in_order(now.values(), values)
+            for now, (of_param, values) in zip(state.values(), self._taken, strict=True)
+        )
+
+    @staticmethod
+    def _in_order(now: Iterable[Any], values: list[Any]) -> bool:
+        remaining = iter(now)
+        return all(any(value is wanted for value in remaining) for wanted in values)
 
 
 class Collector:
@@ -27,26 +72,36 @@ class Collector:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._in_flight = False
 
-    def collect(self, touched: torch.Tensor, clear: bool) -> tuple[list[torch.Tensor], int, bool]:
-        """Gradients of the active parameters, how many are there, and whether nobody else can write them.
+    def collect(
+        self, param_lists: Sequence[Sequence[torch.Tensor]], touched: torch.Tensor, clear: bool, held: Sequence[Piece]
+    ) -> tuple[Piece | None, int]:
+        """Take the gradients of the active parameters. Sparse ones are coalesced and made dense.
 
-        The last is never known in Python. Sparse gradients are coalesced and made dense.
+        Args:
+            param_lists: The parameters that the groups list now.
+            touched: uint8, one per active parameter; gets a 1 where a gradient was there.
+            clear: Whether ``.grad`` becomes None.
+            held: Earlier pieces whose memory must not come back.
+
+        Returns:
+            The piece, or None where the groups list other parameters; and the index of the first parameter whose
+            gradient lies where one of a held piece does, or -1.
         """
+        if not self.matches(param_lists):
+            return None, -1
         grads = []
-        present = 0
         for k, param in enumerate(self.active_params):
             if param.grad is None:
                 grads.append(self.absent)
                 continue
             touched[k] = 1
-            present += 1
             grad = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
             # An fp64 gradient of another parameter would be measured and applied in different dtypes.
             narrow = grad.dtype == torch.float64 and param.dtype != torch.float64
             grads.append(grad.to(torch.float32) if narrow else grad)
             if clear:
                 param.grad = None
-        return grads, present, False
+        return Piece(grads, sum(grad is not self.absent for grad in grads)), -1
 
     def first_with_grad(self) -> int:
         """Index (among all parameters) of the first active parameter whose .grad is set, or -1."""

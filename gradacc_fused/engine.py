@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
+from . import memory
 from .backends import registry
 from .backends.base import Backend
 from .backends.reference import gathered_gradient
 from .buffers import Cells, HostArray, WeightArrays, allocate_main_grads
 from .checks import HYPER_COLUMNS
 from .layout import Layout, build_layout, math_dtype
+from .memory import Deferral, MemoryReport
 from .options import Options
 from .results import Scalar
 from .rules import Rule, RuleState, fill_hyper, follow_param, rule_for
 
-Piece = list[torch.Tensor]
+Piece = Any  # collector.Piece or its compiled twin: one micro-batch's gradients
 
 
 class Engine:
@@ -35,10 +37,12 @@ class Engine:
         self.inner = inner
         self.options = options
         self.collector: Any = None
+        self.path: Any = None
         self.rule: Rule | None = None
         self._weights = WeightArrays()
         self._counts = WeightArrays()
         self._scale = HostArray(1, torch.float64)
+        self._deferral = Deferral(options.defer, options.defer_bytes)
         self._main_grads: list[torch.Tensor] | None = None
         self._state: RuleState | None = None
         self._watching = False
@@ -48,9 +52,14 @@ class Engine:
 
     def matches(self) -> bool:
         """Whether the layout still describes the inner optimizer's parameters."""
-        return self.collector is not None and self.collector.matches(
-            [group["params"] for group in self.inner.param_groups]
-        )
+        return self.collector is not None and self.collector.matches(self._param_lists())
+
+    def _param_lists(self) -> list[Any]:
+        return [group["params"] for group in self.inner.param_groups]
+
+    def collect(self, clear: bool, held: Sequence[Piece]) -> tuple[Piece | None, int]:
+        """Take the gradients in ``.grad``; see ``collector.Collector.collect``."""
+        return self.collector.collect(self._param_lists(), self.touched.tensor, clear, held)
 
     def prepare(self) -> None:
         """Rebuild the layout if the parameters changed. Only between windows."""
@@ -84,6 +93,7 @@ class Engine:
         )  # fmt: skip
         self._group_ids = HostArray(len(layout.params), torch.int32)
         self._group_ids.fill(layout.group_ids)
+        self.path = backend.hot_path(list(layout.params), self._group_ids.tensor)
         self._main_grads = None
         self._state = None
         self.unfinished_before = unfinished
@@ -122,7 +132,33 @@ class Engine:
     def main_grads(self) -> list[torch.Tensor]:
         if self._main_grads is None:
             self._main_grads = allocate_main_grads(self.layout)
+            self.path.set_main_grads(self._main_grads)
         return self._main_grads
+
+    def may_hold(self, held: Sequence[Piece], expected: int | None, stored: bool) -> bool:
+        """Whether a window that holds these pieces may hold one more."""
+        if not held:
+            return True
+        stored = stored or self._main_grads is not None
+        return len(held) < self._deferral.micro_batches(self.layout, held[-1].nbytes, expected, stored)
+
+    def note_held(self, held: Sequence[Piece]) -> None:
+        """Keep the peaks of the memory report."""
+        self._deferral.note(held, self.layout, self._main_grads is not None)
+
+    def memory_report(self, held: Sequence[Piece]) -> MemoryReport:
+        main_params, state = memory.state_bytes(self._state)
+        return MemoryReport(
+            elements=memory.elements(self.layout),
+            main_grads=0 if self._main_grads is None else self.layout.main_grad_bytes,
+            held_grads=sum(piece.nbytes for piece in held),
+            peak_held_grads=self._deferral.peak_held,
+            main_params=main_params,
+            state=state,
+            tables=memory.table_bytes(self.layout, self.partials),
+            peak_window=self._deferral.peak,
+            defer_bytes=self._deferral.budget(self.layout) if self.options.defer == "auto" else 0,
+        )
 
     @property
     def state(self) -> RuleState:
@@ -138,9 +174,19 @@ class Engine:
         if state is None or late_momentum:
             assert self.rule is not None
             with torch.no_grad():
-                state = RuleState(self.inner, self.layout, self.rule, self.options.master_weights)
+                state = RuleState(
+                    self.inner, self.layout, self.rule, self.options.master_weights, self.backend.StateRecord
+                )  # fmt: skip
+            self.path.set_state(self.rule.name, state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps)
             self._state = state
         return state
+
+    @property
+    def has_state(self) -> bool:
+        """Whether state was made, by numbers alone: what somebody exchanged is found before it is next used."""
+        listed = sum(len(group["params"]) for group in self.inner.param_groups)
+        known = self._state is not None and len(self.inner.state) == self._state.entries
+        return known and listed == len(self.layout.all_params)
 
     # -- host values ---------------------------------------------------------------------------------------------
 
@@ -167,11 +213,12 @@ class Engine:
     def nonfinite_params(self, pieces: Sequence[Piece], factors: Sequence[Scalar], stored: bool) -> list[int]:
         """Indices of the parameters whose accumulated gradient is not finite. Syncs."""
         weights = self._weights.tensor(factors)
+        grads = [piece.tensors(self.absent) for piece in pieces]
         bad = []
         for k, index in enumerate(self.layout.indices):
             main_grad = self.main_grads[k] if stored else None
             dtype = math_dtype(self.layout.params[k].dtype)
-            grad = gathered_gradient(main_grad, [piece[k] for piece in pieces], weights, dtype)
+            grad = gathered_gradient(main_grad, [tensors[k] for tensors in grads], weights, dtype)
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 bad.append(index)
         return bad
@@ -180,9 +227,9 @@ class Engine:
 
     def flush(self, pieces: Sequence[Piece], factors: Sequence[Scalar], overwrite: bool) -> None:
         """Add pieces to the main grads; no norm."""
-        flat = [grad for piece in pieces for grad in piece]
-        self.backend.accumulate_(
-            self.main_grads, flat, self._weights.tensor(factors), self.no_cells, self.no_cells,
+        _ = self.main_grads
+        self.path.accumulate(
+            pieces, self._weights.tensor(factors), self.no_cells, self.no_cells,
             overwrite=overwrite, store=True, norm_type=2.0,
         )  # fmt: skip
 
@@ -195,15 +242,15 @@ class Engine:
             stored: Whether the main grads hold earlier micro-batches of this window.
             store: Whether the main grads are needed afterwards.
         """
-        cells = Cells.allocate(self.layout)
+        cells = Cells(*self.path.window_cells(torch.float64 in self.layout.sizes))
         norm_type = float(self.options.norm_type)
+        if stored or store:
+            _ = self.main_grads
         if not pieces:
-            self.backend.norm_(self.main_grads, self.partials, cells.found_inf, norm_type=norm_type)
+            self.path.norm(self.partials, cells.found_inf, norm_type=norm_type)
             return cells
-        flat = [grad for piece in pieces for grad in piece]
-        main_grads = self.main_grads if stored or store else []
-        self.backend.accumulate_(
-            main_grads, flat, self._weights.tensor(factors), self.partials, cells.found_inf,
+        self.path.accumulate(
+            pieces, self._weights.tensor(factors), self.partials, cells.found_inf,
             overwrite=not stored, store=store, norm_type=norm_type,
         )  # fmt: skip
         return cells
@@ -212,7 +259,7 @@ class Engine:
         """Fill the cells: total_norm, clip_coef, multiplier, weight_sum."""
         if not any(isinstance(count, torch.Tensor) for count in counts):
             counts = [sum(float(count) for count in counts)]
-        self.backend.clip_(
+        self.path.clip(
             self.partials, self._counts.tensor(counts), self._scale.fill([self.options.host_scale]),
             cells.total_norm, cells.clip_coef, cells.multiplier, cells.weight_sum,
             norm_type=float(self.options.norm_type), max_norm=self.options.max_norm,
@@ -220,7 +267,6 @@ class Engine:
 
     def update(self, cells: Cells, pieces: Sequence[Piece], factors: Sequence[Scalar], stored: bool) -> None:
         """Run the fused rule on the stored sum plus ``pieces``."""
-        assert self.rule is not None
         state = self.state
         if state.main_params:
             everything = range(len(self.layout.params))
@@ -228,12 +274,10 @@ class Engine:
                 if state.main_params[k].numel() > 0:
                     follow_param(state.main_params[k], self.layout.params[k])
             state.followed = True
-        self.backend.update_(
-            list(self.layout.params), state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps,
-            self.main_grads if stored else [], [grad for piece in pieces for grad in piece],
-            self._weights.tensor(factors), fill_hyper(self._hyper, self.inner.param_groups, self.backend.host_value),
-            self._group_ids.tensor, self.touched.tensor, cells.multiplier, cells.found_inf,
-            rule=self.rule.name, max_grad_value=self.options.max_value,
+        self.path.update(
+            pieces, self._weights.tensor(factors), stored,
+            fill_hyper(self._hyper, self.inner.param_groups, self.backend.host_value), self.touched.tensor,
+            cells.multiplier, cells.found_inf, max_grad_value=self.options.max_value,
         )  # fmt: skip
         if state.main_params:
             self.collector.remember()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Layout:
     all_params: tuple[torch.Tensor, ...]
     device: torch.device
     n_partials: int
+
+    @cached_property
+    def main_grad_bytes(self) -> int:
+        """Bytes of the flat main-grad buffers: 4 per element in fp32, 8 in fp64, padding included."""
+        return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
 
 
 def check_param(index: int, param: torch.Tensor) -> None:

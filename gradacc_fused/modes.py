@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .engine import Piece
 from .errors import WindowError
 from .results import Scalar
 from .window import Declared, Window
@@ -25,6 +26,7 @@ class Boundary:
         self._failed = ""
 
     micro_batches = 0  # the sum so far is the host's own .grad: nothing of ours is open
+    held: Sequence[Piece] = ()
 
     def backward(self, declared: Declared) -> None:
         self._refuse_failed("backward")
@@ -113,6 +115,11 @@ class Counting:
         """Micro-batches in the open window."""
         return 0 if self._window is None else self._window.micro_batches
 
+    @property
+    def held(self) -> Sequence[Piece]:
+        """Gradients that the open window holds."""
+        return () if self._window is None else self._window.held
+
     def _open_window(self) -> Window:
         if self._window is None or self._window.status != "open" or self._window.micro_batches == 0:
             self._window = Window(self._optimizer, "step", status="open", closes_after=self._steps)
@@ -128,7 +135,7 @@ class Counting:
         if weighting == "given" and declared.weight is None:
             window.require_weight()
         if declared.weight is None:
-            declared = replace(declared, weight=1.0)
+            declared = Declared(1.0, declared.reduction, declared.loss, declared.samples, declared.tokens)
         return declared, window.check(declared)
 
     def _refuse_unfinished_backward(self) -> None:

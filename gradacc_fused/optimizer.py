@@ -13,6 +13,7 @@ from . import checkpoint, guards, hooks
 from .attach import Attached
 from .engine import Engine
 from .errors import WindowError
+from .memory import MemoryReport
 from .modes import Boundary, Counting
 from .options import Options
 from .publish import Publisher
@@ -37,7 +38,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         norm_type: 2 or inf.
         max_grad_value: Clip by value, as ``torch.nn.utils.clip_grad_value_`` would, after the norm.
         master_weights: Keep fp32 main params for bf16 and fp16 parameters (default). False: update them as they are.
-        defer: How many micro-batches' gradients a window may hold before it adds them to the main grads in one pass.
+        defer: How many micro-batches' gradients a window may hold before it adds them to the main grads in one pass:
+            an int, or "auto" (default): what ``defer_bytes`` allows.
+        defer_bytes: What "auto" may take beyond one micro-batch's gradients and the main grads. None: as many bytes as
+            the main grads have, which holds three bf16 micro-batches, or five where five are the whole window.
         on_nonfinite: "skip" a step whose gradient is not finite (no host sync), or "raise" NonFiniteError (one sync).
         backend: None: ``GRADACC_FUSED_BACKEND``, else the best that runs here; "cpu", "cuda", "triton", "reference".
 
@@ -60,7 +64,8 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         max_grad_value: float | None = None,
         master_weights: bool = True,
-        defer: int = 1,
+        defer: int | str = "auto",
+        defer_bytes: int | None = None,
         on_nonfinite: str = "skip",
         backend: str | None = None,
     ) -> None:
@@ -74,7 +79,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         guards.check_inner(inner)
         options = Options(
             accumulation_steps, weighting, host_scale, max_grad_norm, norm_type, max_grad_value, master_weights, defer,
-            on_nonfinite, backend,
+            defer_bytes, on_nonfinite, backend,
         )  # fmt: skip
         self._initialise(inner, options)
 
@@ -110,7 +115,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state, made before it is first read."""
-        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__:
+        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__ and not self._engine.has_state:
             self._make_state()
         return self.inner.state
 
@@ -320,8 +325,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
                 self._publisher.step(cells)
             window.discard()
         self.last_result = result
-        for optimizer in (self, self.inner):
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # LRScheduler asks whether a step came first
+        self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]  # LRScheduler asks for it
         if applies:
             try:
                 hooks.fire(self, "post", self._engine.rule is None)
@@ -347,6 +351,10 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             ValueError: It schedules another optimizer, or is attached already.
         """
         self._attached.add(scheduler, (self, self.inner))
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes kept beside parameters and their ``.grad``: now, and the peak of the windows so far."""
+        return self._engine.memory_report(self._mode.held if self._open is None else self._open.held)
 
     def close(self) -> None:
         """Remove every hook from parameters and schedulers; an open window is discarded, and no step follows."""

@@ -20,7 +20,8 @@ class Options:
     norm_type: float = 2.0
     max_grad_value: float | None = None
     master_weights: bool = True
-    defer: int = 1
+    defer: int | str = "auto"
+    defer_bytes: int | None = None
     on_nonfinite: str = "skip"
     backend: str | None = None
 
@@ -52,8 +53,17 @@ class Options:
             raise ValueError(f"GradAccumOptimizer: norm_type must be 2 or inf, got {self.norm_type!r}.")
         if self.on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"GradAccumOptimizer: on_nonfinite must be 'skip' or 'raise', got {self.on_nonfinite!r}.")
-        if isinstance(self.defer, bool) or not isinstance(self.defer, Integral) or self.defer < 1:
-            raise ValueError(f"GradAccumOptimizer: defer must be a positive int, got {self.defer!r}.")
+        if self.defer != "auto" and (
+            isinstance(self.defer, bool) or not isinstance(self.defer, Integral) or self.defer < 1
+        ):
+            raise ValueError(f"GradAccumOptimizer: defer must be a positive int or 'auto', got {self.defer!r}.")
+        if self.defer_bytes is not None:
+            if isinstance(self.defer_bytes, bool) or not isinstance(self.defer_bytes, Integral) or self.defer_bytes < 0:
+                raise ValueError(f"GradAccumOptimizer: defer_bytes must be an int >= 0, got {self.defer_bytes!r}.")
+            if self.defer != "auto":
+                raise ValueError(
+                    f"GradAccumOptimizer: defer_bytes is the budget of defer='auto', but defer is {self.defer!r}."
+                )
 
     @staticmethod
     def _check_positive(name: str, value: float) -> None:

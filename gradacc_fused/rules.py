@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -135,12 +134,11 @@ class RuleState:
         steps: float32 [N]; ``state[param]["step"]`` is a view of it.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, layout: Layout, rule: Rule, master_weights: bool) -> None:
-        self.rule = rule
+    def __init__(
+        self, inner: torch.optim.Optimizer, layout: Layout, rule: Rule, master_weights: bool, record: Any
+    ) -> None:
         self.followed = False  # whether the main params were compared with their parameters since they were taken up
         self.steps = torch.zeros(len(layout.params), dtype=torch.float32, device=layout.device)
-        self._states: list[dict[str, Any]] = []
-        self._step_views: list[torch.Tensor] = []
         self.main_params: list[torch.Tensor] = []
         self.exp_avgs: list[torch.Tensor] = []
         self.exp_avg_sqs: list[torch.Tensor] = []
@@ -148,10 +146,9 @@ class RuleState:
         wants_main = [needs_main_param(param, master_weights) for param in layout.params]
         for k, param in enumerate(layout.params):
             state = inner.state[param]
-            self._states.append(state)
             dtype = math_dtype(param.dtype)
             if self.with_momentum:
-                self._adopt_step(state, k)
+                self._adopt_step(state, k, rule)
                 self.exp_avgs.append(adopt(state.get(rule.exp_avg_key), param, dtype))
                 state[rule.exp_avg_key] = self.exp_avgs[-1]
             if rule.exp_avg_sq_key is not None:
@@ -161,33 +158,17 @@ class RuleState:
                 state[MAIN_PARAM] = adopt_main_param(state.get(MAIN_PARAM), param)
             if any(wants_main):
                 self.main_params.append(state[MAIN_PARAM] if wants_main[k] else param.new_empty(0, dtype=torch.float32))
-
-        self._taken = list(inner.state.values())
+        self.entries = len(inner.state)
+        self._record = record(inner.state)
 
     def is_in(self, inner: torch.optim.Optimizer) -> bool:
         """Whether ``inner.state`` still holds these tensors: nobody cleared it or put others in their place."""
-        if len(inner.state) != len(self._taken) or not all(map(is_, inner.state.values(), self._taken)):
-            return False
-        lists = {self.rule.exp_avg_key: self.exp_avgs, self.rule.step_key: self._step_views}
-        if self.rule.exp_avg_sq_key is not None:
-            lists[self.rule.exp_avg_sq_key] = self.exp_avg_sqs
-        mains = [main_param for main_param in self.main_params if main_param.numel() > 0]
-        with_main = [state for state in self._states if MAIN_PARAM in state and state[MAIN_PARAM].numel() > 0]
-        if len(mains) != len(with_main) or not all(
-            state[MAIN_PARAM] is main_param for state, main_param in zip(with_main, mains, strict=True)
-        ):
-            return False
-        return all(
-            all(map(is_, (state.get(key) for state in self._states), tensors))
-            for key, tensors in lists.items()
-            if tensors
-        )
+        return self._record.holds(inner.state)
 
-    def _adopt_step(self, state: dict[str, Any], k: int) -> None:
-        step = state.get(self.rule.step_key)
-        if step is None and state.get(self.rule.exp_avg_key) is not None:
+    def _adopt_step(self, state: dict[str, Any], k: int, rule: Rule) -> None:
+        step = state.get(rule.step_key)
+        if step is None and state.get(rule.exp_avg_key) is not None:
             step = 1.0  # a momentum buffer written by torch's SGD
         if step is not None:
             self.steps[k] = torch.as_tensor(step, dtype=torch.float32).reshape(())
-        self._step_views.append(self.steps[k])
-        state[self.rule.step_key] = self._step_views[-1]
+        state[rule.step_key] = self.steps[k]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -64,8 +64,8 @@ class Window:
         self._closes_after = closes_after
         self.status = status
         self._why = ""
-        self._pending: list[Piece] = []
-        self._pending_factors: list[Scalar] = []
+        self.held: list[Piece] = []
+        self._factors: list[Scalar] = []
         self._stored = False
         self._unweighted = False
         self.weights: list[Scalar] = []
@@ -120,13 +120,12 @@ class Window:
     def _refuse_stale_grads(self, what: str) -> None:
         index = self._engine.collector.first_with_grad()
         if index >= 0:
-            self.discard(f"parameter {index} had a .grad of its own")
-            self._optimizer._clear_grads()
             self._optimizer._leave_window(self)
-            raise WindowError(
-                f"{self._where}: parameter {index} has a .grad of somebody else's where the window is {what}; nobody "
-                "can say what it weighs. Call opt.zero_grad(set_to_none=True) before the window and run every backward "
-                "of a window through window.backward(). The window is discarded and .grad cleared."
+            self._give_up(
+                f"parameter {index} had a .grad of its own",
+                f"parameter {index} has a .grad of somebody else's where the window is {what}; nobody can say what it "
+                "weighs. Call opt.zero_grad(set_to_none=True) before the window and run every backward of a window "
+                "through window.backward().",
             )
 
     # -- micro-batches -------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class Window:
 
     def make_room(self) -> None:
         """Add the held micro-batches to the main grads if another would be one too many to hold."""
-        if len(self._pending) >= self._optimizer.options.defer:
+        if not self._engine.may_hold(self.held, self._closes_after, self._stored):
             self._flush_pending()
 
     def run_backward(self, loss: torch.Tensor, factor: float = 1.0, weight: Scalar | None = None) -> None:
@@ -203,7 +202,7 @@ class Window:
             self.require_weight(self.micro_batches if weight is None else 0)
         return 1.0 if weight is None else self._weight_value(weight)
 
-    def require_weight(self, index: int | None = None) -> None:
+    def require_weight(self, index: int | None = None) -> NoReturn:
         index = self.micro_batches if index is None else index
         raise DenominatorError(
             f"{self._where}: micro-batch {index} has no weight, and the window has more than one. {WEIGHT_CHOICES}"
@@ -245,12 +244,13 @@ class Window:
             failed: What became of an earlier attempt, for the message where there is no gradient.
         """
         required = not (isinstance(weight, float) and weight == 0.0)
-        grads, owned = self._collect(clear=True, required=required, failed=failed)
+        piece = self._collect(clear=True, required=required, failed=failed)
         self.record(declared, weight)
-        self._pending.append(grads)
-        self._pending_factors.append(self.factor(declared.reduction, weight))
+        self.held.append(piece)
+        self._factors.append(self.factor(declared.reduction, weight))
+        self._engine.note_held(self.held)
         closing = self._closes_after is not None and self.micro_batches >= self._closes_after
-        if not owned and not closing:
+        if not piece.exclusive and not closing:
             self._flush_pending()
         if self.micro_batches == 2:
             self._optimizer._warn_about_batch_norm()
@@ -258,29 +258,36 @@ class Window:
     def take_summed(self) -> None:
         """Take what autograd has summed over the recorded micro-batches; ``.grad`` stays where it is."""
         nothing = all(isinstance(weight, float) and weight == 0.0 for weight in self.weights)
-        grads, _ = self._collect(clear=False, required=not nothing)
-        self._pending, self._pending_factors = [grads], [1.0]
+        self.held, self._factors = [self._collect(clear=False, required=not nothing)], [1.0]
         if self.micro_batches > 1:
             self._optimizer._warn_about_batch_norm()
 
-    def _collect(self, clear: bool, required: bool, failed: str = "") -> tuple[Piece, bool]:
-        """The gradients and whether nobody else can write them."""
-        engine = self._engine
-        if not engine.matches():
-            self.discard("its parameters changed")
-            self._optimizer._clear_grads()
-            raise WindowError(
-                f"{self._where}: the parameters changed in an open window (replaced, added, frozen or unfrozen, "
-                "resized, or moved to another device). The window is discarded; change parameters between windows."
+    def _collect(self, clear: bool, required: bool, failed: str = "") -> Piece:
+        piece, came_back = self._engine.collect(clear, self.held)
+        if piece is None:
+            self._give_up(
+                "its parameters changed",
+                "the parameters changed in an open window (replaced, added, frozen or unfrozen, resized, or moved to "
+                "another device). Change parameters between windows.",
             )
-        grads, present, owned = engine.collector.collect(engine.touched.tensor, clear)
-        if required and present == 0:
+        if came_back >= 0:
+            self._give_up(
+                "a held gradient's memory was used again",
+                f"the gradient of parameter {came_back} lies where one lies that the window still holds: somebody "
+                "reuses gradient memory behind torch's back, and the held values are lost. Use defer=1.",
+            )
+        if required and piece.present == 0:
             why = failed or "no active parameter's .grad is set"
             raise WindowError(
                 f"{self._where}: micro-batch {self.micro_batches} has no gradient: {why}. Call backward first; nothing "
                 "was counted."
             )
-        return grads, owned
+        return piece
+
+    def _give_up(self, why: str, message: str) -> NoReturn:
+        self.discard(why)
+        self._optimizer._clear_grads()
+        raise WindowError(f"{self._where}: {message} The window is discarded and .grad cleared.")
 
     @staticmethod
     def factor(reduction: str, weight: Scalar) -> Scalar:
@@ -311,11 +318,11 @@ class Window:
         return value.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
 
     def _flush_pending(self) -> None:
-        if self._pending:
+        if self.held:
             with torch.no_grad():
-                self._engine.flush(self._pending, self._pending_factors, overwrite=not self._stored)
+                self._engine.flush(self.held, self._factors, overwrite=not self._stored)
             self._stored = True
-            self._pending, self._pending_factors = [], []
+            self.held, self._factors = [], []
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -335,18 +342,18 @@ class Window:
         """Drop everything taken so far. Nothing moves; the next window starts from zero."""
         if self.status == "open":
             self.status, self._why = "discarded", why
-        self._pending, self._pending_factors, self._stored = [], [], False
+        self.held, self._factors, self._stored = [], [], False
 
     def close(self) -> tuple[Cells, StepResult]:
         """Measure and clip what was taken; the optimizer then updates from ``update_arguments``."""
         self._require_open("committed")
         engine = self._engine
         publish = engine.rule is None
-        cells = engine.measure(self._pending, self._pending_factors, self._stored, store=publish)
+        cells = engine.measure(self.held, self._factors, self._stored, store=publish)
         if self._optimizer.options.on_nonfinite == "raise" and float(cells.found_inf) != 0.0:
             self._raise_nonfinite()
         if publish:
-            self._stored, self._pending, self._pending_factors = True, [], []
+            self._stored, self.held, self._factors = True, [], []
         engine.clip(cells, self.weights)
         self._warn()
         result = StepResult(
@@ -363,7 +370,7 @@ class Window:
     @property
     def update_arguments(self) -> tuple[list[Piece], list[Scalar], bool]:
         """Pieces that are not in the main grads, their factors, and whether the main grads hold the others."""
-        return self._pending, self._pending_factors, self._stored
+        return self.held, self._factors, self._stored
 
     def _warn(self) -> None:
         if all(isinstance(weight, float) and weight == 0.0 for weight in self.weights):
@@ -379,7 +386,7 @@ class Window:
                 )
 
     def _raise_nonfinite(self) -> None:
-        bad = self._engine.nonfinite_params(self._pending, self._pending_factors, self._stored)
+        bad = self._engine.nonfinite_params(self.held, self._factors, self._stored)
         self.discard("a gradient was not finite")
         names = ", ".join(map(str, bad[:8])) + (" ..." if len(bad) > 8 else "")
         raise NonFiniteError(

@@ -69,9 +69,10 @@ def test_importing_the_package_is_enough_for_compiled_ops():
 LEVELS = [
     {"errors", "results", "options"},
     {"layout"},
-    {"checks", "collector", "attach", "guards", "hooks", "buffers"},
+    {"checks", "collector", "attach", "guards", "hooks", "buffers", "memory"},
     {"_ops", "rules"},
-    {"backends.base", "backends.reference", "backends.cpu"},
+    {"backends.base", "backends.ops_path"},
+    {"backends.reference", "backends.cpu"},
     {"backends.registry"},
     {"accumulate", "clip", "update", "engine"},
     {"publish", "checkpoint", "window"},

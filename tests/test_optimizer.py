@@ -378,3 +378,16 @@ def test_M3_grad_scaler_works_in_boundary_mode_and_is_refused_in_counting_mode(b
     with pytest.raises(gf.WindowError, match="GradScaler.*Use boundary mode"):
         scaler.step(opt)
     assert model.value == 0.0
+
+
+def test_reading_state_does_not_walk_the_parameters_each_time(backend, monkeypatch):
+    """A loop over ``opt.state[p]`` is as fast as over a dict; an emptied state is made again when it is next read."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(50)]
+    opt = gf.GradAccumOptimizer(torch.optim.AdamW(params), backend=backend)
+    assert len(opt.state) == 50
+    made = opt._engine._state
+    monkeypatch.setattr(opt._engine, "prepare", lambda: pytest.fail("walked"))
+    assert all(opt.state[param]["exp_avg"].shape == (2,) for param in params)
+    monkeypatch.undo()
+    opt.inner.state.clear()
+    assert len(opt.state) == 50 and opt._engine._state is not made

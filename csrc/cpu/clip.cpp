@@ -1,10 +1,9 @@
 // clip_: partials -> total_norm, clip_coef and the one multiplier that the update applies.
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <cmath>
 
-#include "norm.h"
+#include "passes.h"
 
 namespace gradacc {
 namespace {
@@ -23,9 +22,11 @@ double fold_partials(const at::Tensor& partials, bool two) {
   return two ? std::sqrt(folded) : folded;
 }
 
-void clip_cpu(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,
-              const at::Tensor& total_norm, const at::Tensor& clip_coef, const at::Tensor& multiplier,
-              const at::Tensor& weight_sum, double norm_type, double max_norm) {
+}  // namespace
+
+void clip_pass(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,
+               const at::Tensor& total_norm, const at::Tensor& clip_coef, const at::Tensor& multiplier,
+               const at::Tensor& weight_sum, double norm_type, double max_norm) {
   check_norm_type("clip_", norm_type);
   TORCH_CHECK_VALUE(max_norm > 0.0, "clip_: max_norm must be positive (inf: no clipping), got ", max_norm, ".");
   check_cells("clip_", "partials", partials, at::kDouble, 0);
@@ -53,7 +54,4 @@ void clip_cpu(const at::Tensor& partials, const at::Tensor& counts, const at::Te
   NormCells::set_cell(weight_sum, sum);
 }
 
-}  // namespace
 }  // namespace gradacc
-
-TORCH_LIBRARY_IMPL(gradacc_fused, CPU, library) { library.impl("clip_", gradacc::clip_cpu); }

@@ -11,6 +11,10 @@ namespace gradacc {
 
 enum class Dtype : int8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
+constexpr int64_t element_bytes(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? 8 : (dtype == Dtype::kFloat32 ? 4 : 2);
+}
+
 struct Float16 {
   uint16_t bits;
 };
@@ -74,5 +78,26 @@ GRADACC_INLINE void narrow(float value, Float16& out) {
 // Never taken: a float64 parameter has no low-precision copy, but the dtype switch spells every pair.
 GRADACC_INLINE void narrow(double value, BFloat16& out) { narrow(static_cast<float>(value), out); }
 GRADACC_INLINE void narrow(double value, Float16& out) { narrow(static_cast<float>(value), out); }
+
+// Calls OPERATION with Element the type of DTYPE.
+#define GRADACC_BY_DTYPE(DTYPE, OPERATION) \
+  switch (DTYPE) {                         \
+    case Dtype::kFloat32: {                \
+      using Element = float;               \
+      OPERATION;                           \
+    } break;                               \
+    case Dtype::kFloat64: {                \
+      using Element = double;              \
+      OPERATION;                           \
+    } break;                               \
+    case Dtype::kFloat16: {                \
+      using Element = Float16;             \
+      OPERATION;                           \
+    } break;                               \
+    case Dtype::kBFloat16: {               \
+      using Element = BFloat16;            \
+      OPERATION;                           \
+    } break;                               \
+  }
 
 }  // namespace gradacc

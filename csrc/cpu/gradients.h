@@ -3,37 +3,21 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <vector>
 
 #include "../checks.h"
-#include "../chunk_table.h"
 #include "../dense.h"
-#include "tile.h"
+#include "gather.h"
 
 namespace gradacc {
-
-// Runs body(chunk index) over the chunks on torch's threads. Who gets which chunk changes no bit of the result.
-template <typename Body>
-void for_chunks(const std::vector<Chunk>& chunks, const Body& body) {
-  constexpr int64_t kElementsPerTask = 32768;
-  int64_t total = 0;
-  for (const Chunk& chunk : chunks) total += chunk.numel;
-  const int64_t count = static_cast<int64_t>(chunks.size());
-  if (count == 0) return;
-  const int64_t grain = std::max<int64_t>(1, count * kElementsPerTask / std::max<int64_t>(total, 1));
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) body(k);
-  });
-}
 
 struct GradientArguments {
   std::vector<Gradient> gradients;            // one per tensor
   std::vector<int64_t> numels;                // 0 where no gradient and no main grad says how long it is
   std::vector<std::vector<int64_t>> strides;  // memory order of each tensor
   std::vector<bool> is_double;                // math dtype
-  std::vector<Piece> pieces;                  // [tensor][micro-batch]
+  std::vector<Source> sources;                // [tensor][micro-batch]
 };
 
 // main_grads may be empty when nothing was accumulated before; the tensors' own strides decide the memory order unless
@@ -57,7 +41,7 @@ inline GradientArguments gradient_arguments(const char* op, at::TensorList main_
   out.numels.resize(count, 0);
   out.strides.resize(count);
   out.is_double.resize(count, false);
-  out.pieces.resize(count * m);
+  out.sources.resize(count * m);
   const double* weight = weights.const_data_ptr<double>();
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor* shape = like ? &(*like)[i] : (main_grads.empty() ? nullptr : &main_grads[i]);
@@ -86,15 +70,15 @@ inline GradientArguments gradient_arguments(const char* op, at::TensorList main_
       check_gradient(op, j * count + i, grad);
       check_cpu(op, "grads", j * count + i, grad);
       check_shape(op, "grads", j * count + i, grad, *shape);
-      Piece& piece = out.pieces[i * m + j];
-      piece.dtype = element_dtype(grad.scalar_type());
-      piece.weight = weight[j];
-      if (piece.weight != 0.0) piece.data = pointers.read(grad, out.strides[i]);
+      Source& source = out.sources[i * m + j];
+      source.dtype = element_dtype(grad.scalar_type());
+      source.weight = weight[j];
+      if (source.weight != 0.0) source.data = pointers.read(grad, out.strides[i]);
     }
   }
   for (size_t i = 0; i < count; ++i) {
     Gradient& gradient = out.gradients[i];
-    gradient.pieces = out.pieces.data() + i * m;
+    gradient.sources = out.sources.data() + i * m;
     gradient.m = static_cast<int64_t>(m);
     if (read_main_grads && out.numels[i] > 0) gradient.main_grad = pointers.read(main_grads[i], out.strides[i]);
   }

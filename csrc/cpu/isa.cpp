@@ -1,5 +1,10 @@
 #include "isa.h"
 
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -11,7 +16,7 @@ namespace {
 constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
 
 bool supported(Isa isa) {
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if GRADACC_X86
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -42,10 +47,28 @@ std::atomic<int>& chosen() {
   return isa;
 }
 
+// At most 32 MiB: what a machine reports is the cache of all its cores together.
+int64_t last_level_cache() {
+  constexpr int64_t kMost = int64_t{32} << 20;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  const int64_t bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (bytes > 0) return std::min(bytes, kMost);
+#endif
+  return kMost;
+}
+
+std::atomic<int64_t>& threshold() {
+  static std::atomic<int64_t> bytes{last_level_cache()};
+  return bytes;
+}
+
 }  // namespace
 
 Isa current_isa() { return static_cast<Isa>(chosen().load(std::memory_order_relaxed)); }
 std::string isa_name() { return kNames[static_cast<int>(current_isa())]; }
 void use_isa(const std::string& name) { chosen().store(static_cast<int>(parse(name))); }
+
+int64_t streaming_threshold() { return threshold().load(std::memory_order_relaxed); }
+void set_streaming_threshold(int64_t bytes) { threshold().store(bytes); }
 
 }  // namespace gradacc

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "../checks.h"
+#include "../dense.h"
 #include "tile.h"
 
 namespace gradacc {
@@ -32,7 +33,7 @@ class NormCells {
     double* partials = partials_.mutable_data_ptr<double>();
     for (int64_t k = static_cast<int64_t>(chunks); k < partials_.numel(); ++k) partials[k] = 0.0;
     set_cell(found_inf_, nonfinite_.load() != 0 ? 1.0 : 0.0);
-    if (!partials_.is_inference()) partials_.unsafeGetTensorImpl()->bump_version();
+    bump_version(partials_);
   }
 
   static void set_cell(const at::Tensor& cell, double value) {
@@ -41,7 +42,7 @@ class NormCells {
     } else {
       *cell.mutable_data_ptr<float>() = static_cast<float>(value);
     }
-    if (!cell.is_inference()) cell.unsafeGetTensorImpl()->bump_version();
+    bump_version(cell);
   }
 
   static double get_cell(const at::Tensor& cell) {

@@ -1,30 +1,14 @@
-// Tiles: a chunk is walked in slices that stay in the first-level cache. Here is the one place where a gradient is
-// gathered (fma of m micro-batches in order) and where its norm is taken; accumulate_, norm_ and update_ call it.
+// Tiles: a chunk is walked in slices that stay in the first-level cache. Here are their loads and stores, and the one
+// place where a norm is taken.
 #pragma once
 
 #include <cstdint>
 
-#include "../update_math.h"
 #include "element.h"
+#include "gather.h"
+#include "simd.h"
 
 namespace gradacc {
-
-constexpr int64_t kTile = 256;  // elements; a multiple of kLanes, and kChunk is a multiple of it
-constexpr int kLanes = 16;      // virtual lanes of a chunk's norm: element e belongs to lane e % kLanes
-
-// One micro-batch's gradient of one tensor.
-struct Piece {
-  const void* data = nullptr;  // nullptr: the micro-batch did not reach this parameter
-  Dtype dtype = Dtype::kFloat32;
-  double weight = 0.0;  // 0: unread
-};
-
-// A tensor's accumulated gradient: main_grad (or zero) plus m pieces.
-struct Gradient {
-  const void* main_grad = nullptr;  // Math[numel], or nullptr: starts from zero
-  const Piece* pieces = nullptr;
-  int64_t m = 0;
-};
 
 enum class NormKind : int { kTwo, kInf };
 
@@ -34,66 +18,22 @@ GRADACC_INLINE void load_elements(Math* tile, const Element* source, int64_t n) 
 }
 
 template <typename Math, typename Element>
-GRADACC_INLINE void fma_elements(Math* tile, const Element* source, Math weight, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    tile[i] = fused_multiply_add(weight, static_cast<Math>(widen(source[i])), tile[i]);
-  }
-}
-
-template <typename Math, typename Element>
 GRADACC_INLINE void store_elements(Element* target, const Math* tile, int64_t n) {
   for (int64_t i = 0; i < n; ++i) narrow(tile[i], target[i]);
 }
 
-// Calls OPERATION with `elements` typed by DTYPE and moved to element START.
-#define GRADACC_BY_DTYPE(DTYPE, POINTER, START, CONSTNESS, OPERATION)       \
-  switch (DTYPE) {                                                          \
-    case Dtype::kFloat32: {                                                 \
-      auto* elements = static_cast<CONSTNESS float*>(POINTER) + (START);    \
-      OPERATION;                                                            \
-    } break;                                                                \
-    case Dtype::kFloat64: {                                                 \
-      auto* elements = static_cast<CONSTNESS double*>(POINTER) + (START);   \
-      OPERATION;                                                            \
-    } break;                                                                \
-    case Dtype::kFloat16: {                                                 \
-      auto* elements = static_cast<CONSTNESS Float16*>(POINTER) + (START);  \
-      OPERATION;                                                            \
-    } break;                                                                \
-    case Dtype::kBFloat16: {                                                \
-      auto* elements = static_cast<CONSTNESS BFloat16*>(POINTER) + (START); \
-      OPERATION;                                                            \
-    } break;                                                                \
-  }
-
 template <typename Math>
 GRADACC_INLINE void load_tile(Math* tile, const void* source, Dtype dtype, int64_t start, int64_t n) {
-  GRADACC_BY_DTYPE(dtype, source, start, const, load_elements(tile, elements, n))
+  GRADACC_BY_DTYPE(dtype, load_elements(tile, static_cast<const Element*>(source) + start, n))
 }
 
 template <typename Math>
-GRADACC_INLINE void store_tile(void* target, Dtype dtype, int64_t start, const Math* tile, int64_t n) {
-  GRADACC_BY_DTYPE(dtype, target, start, , store_elements(elements, tile, n))
-}
+GRADACC_INLINE void store_tile(void* target, Dtype dtype, int64_t start, const Math* tile, int64_t n){
+    GRADACC_BY_DTYPE(dtype, store_elements(static_cast<Element*>(target) + start, tile, n))}
 
-// tile[i] = main_grad[i] (or 0), then one fma per piece with a non-zero weight, in micro-batch order.
-template <typename Math>
-GRADACC_INLINE void gather_tile(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
-  if (gradient.main_grad) {
-    const Math* main_grad = static_cast<const Math*>(gradient.main_grad) + start;
-    for (int64_t i = 0; i < n; ++i) tile[i] = main_grad[i];
-  } else {
-    for (int64_t i = 0; i < n; ++i) tile[i] = 0;
-  }
-  for (int64_t j = 0; j < gradient.m; ++j) {
-    const Piece& piece = gradient.pieces[j];
-    if (!piece.data || piece.weight == 0.0) continue;
-    const Math weight = static_cast<Math>(piece.weight);
-    GRADACC_BY_DTYPE(piece.dtype, piece.data, start, const, fma_elements(tile, elements, weight, n))
-  }
+GRADACC_INLINE bool exponent_full(float value) {
+  return (to_bits(value) & 0x7f800000u) == 0x7f800000u;
 }
-
-GRADACC_INLINE bool exponent_full(float value) { return (to_bits(value) & 0x7f800000u) == 0x7f800000u; }
 GRADACC_INLINE bool exponent_full(double value) {
   return (to_bits(value) & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
@@ -101,31 +41,24 @@ GRADACC_INLINE bool exponent_full(double value) {
 // Sum of squares or maximum magnitude of a chunk in fp64, with the check for non-finite elements.
 struct ChunkNorm {
   alignas(64) double lanes[kLanes] = {};
-  int nonfinite = 0;
+  bool nonfinite = false;
 
-  template <typename Math>
+  template <typename Simd, typename Math>
   GRADACC_INLINE void add_tile(const Math* tile, int64_t n, NormKind kind) {
-    int bad = 0;
-    for (int64_t i = 0; i < n; ++i) bad |= exponent_full(tile[i]) ? 1 : 0;
-    nonfinite |= bad;
     const int64_t whole = n - n % kLanes;
-    if (kind == NormKind::kTwo) {
-      double sums[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
-      for (int64_t i = 0; i < whole; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-          const double wide = static_cast<double>(tile[i + lane]);
-          sums[lane] = sums[lane] + wide * wide;
-        }
+    if (kind == NormKind::kTwo && sizeof(Math) == sizeof(float)) {
+      nonfinite |= Simd::add_squares(reinterpret_cast<const float*>(tile), whole, lanes);
+      for (int64_t i = whole; i < n; ++i) {
+        nonfinite |= exponent_full(tile[i]);
+        add(static_cast<int>(i - whole), tile[i], kind);
       }
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
-      for (int64_t i = whole; i < n; ++i) add_square(static_cast<int>(i - whole), tile[i]);
-    } else {
-      for (int64_t i = 0; i < whole; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) add_magnitude(lane, tile[i + lane]);
-      }
-      for (int64_t i = whole; i < n; ++i) add_magnitude(static_cast<int>(i - whole), tile[i]);
+      return;
     }
+    for (int64_t i = 0; i < n; ++i) nonfinite |= exponent_full(tile[i]);
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) add(lane, tile[i + lane], kind);
+    }
+    for (int64_t i = whole; i < n; ++i) add(static_cast<int>(i - whole), tile[i], kind);
   }
 
   // Halves the lanes until one is left: a fixed tree.
@@ -145,14 +78,9 @@ struct ChunkNorm {
   // A NaN on either side stays.
   static GRADACC_INLINE double larger(double a, double b) { return a != a ? a : (b > a || b != b ? b : a); }
   template <typename Math>
-  GRADACC_INLINE void add_square(int lane, Math value) {
+  GRADACC_INLINE void add(int lane, Math value, NormKind kind) {
     const double wide = static_cast<double>(value);
-    lanes[lane] = lanes[lane] + wide * wide;
-  }
-  template <typename Math>
-  GRADACC_INLINE void add_magnitude(int lane, Math value) {
-    const double wide = static_cast<double>(value);
-    lanes[lane] = larger(lanes[lane], wide < 0 ? -wide : wide);
+    lanes[lane] = kind == NormKind::kTwo ? lanes[lane] + wide * wide : larger(lanes[lane], wide < 0 ? -wide : wide);
   }
 };
 

@@ -1,10 +1,11 @@
-"""The contract every backend keeps: four ops with one meaning, a collector, and a way to read host scalars.
+"""The contract every backend keeps: four ops with one meaning, a collector, the way in, and host scalars.
 
 A backend is a module with these names. Adding one: write the module, add its row to registry.py, run the suite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,5 +30,11 @@ class Backend(Protocol):
     def host_value(self, tensor: torch.Tensor) -> float | None:
         """The value of a one-element tensor if it lies in host memory and can be read without an operator call."""
 
+    def hot_path(self, params: Sequence[torch.Tensor], group_ids: torch.Tensor) -> Any:
+        """The optimizer's own way into the passes: what ops_path.OpsPath does."""
+
     @property
     def Collector(self) -> Any: ...  # noqa: N802
+
+    @property
+    def StateRecord(self) -> Any: ...  # noqa: N802

@@ -17,6 +17,8 @@ except ImportError as error:  # told by unavailable_reason(); importing the pack
     _import_error = error
 
 Collector: Any = None if _C is None else _C.Collector
+StateRecord: Any = None if _C is None else _C.StateRecord
+hot_path: Any = None if _C is None else _C.HotPath
 accumulate_ = _ops.op("accumulate_")
 norm_ = _ops.op("norm_")
 clip_ = _ops.op("clip_")

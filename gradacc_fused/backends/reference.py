@@ -8,15 +8,20 @@ unit in the last place per operation of the compiled backends.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from .. import _ops, checks
-from ..collector import Collector
+from ..collector import Collector, StateRecord
 from ..layout import CHUNK, math_dtype
+from .ops_path import OpsPath
 
-__all__ = ["Collector", "accumulate_", "clip_", "host_value", "norm_", "unavailable_reason", "update_"]
+__all__ = [
+    "Collector", "StateRecord", "accumulate_", "clip_", "host_value", "hot_path", "norm_", "unavailable_reason",
+    "update_",
+]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
 COLUMN = {name: number for number, name in enumerate(checks.HYPER_COLUMNS)}
@@ -29,6 +34,11 @@ def unavailable_reason() -> str | None:
 def host_value(tensor: torch.Tensor) -> float | None:
     """The value of a scalar if it can be had without an operator call: never, here."""
     return None
+
+
+def hot_path(params: Tensors, group_ids: torch.Tensor) -> OpsPath:
+    """The optimizer's way into these ops."""
+    return OpsPath(sys.modules[__name__], params, group_ids)
 
 
 def _memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class Fused(Path):
         super().__init__(params, k, lr, rule)
         self.optimizer = GradAccumOptimizer(
             make_optimizer(rule, params, lr), accumulation_steps=k, weighting="equal", host_scale=1.0 / k,
-            max_grad_norm=MAX_NORM, defer=m,  # type: ignore[arg-type]
+            max_grad_norm=MAX_NORM, defer=m,
         )  # fmt: skip
         self.backend = self.optimizer.backend
         self._stage: Measured = unmeasured

@@ -1,0 +1,124 @@
+// The passes over all tensors of a list: what the registered ops run once their arguments are checked, and what the
+// optimizer's own path (hot_path.h) enters directly.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../update_math.h"
+#include "chunks.h"
+#include "element.h"
+#include "gather.h"
+#include "norm.h"
+#include "simd.h"
+
+namespace gradacc {
+
+// Asks for elements start to start + n of an array.
+GRADACC_INLINE void prefetch(const void* array, int64_t start, int64_t n, int64_t element_bytes) {
+  if (!array) return;
+  const char* from = static_cast<const char*>(array) + start * element_bytes;
+  for (int64_t i = 0; i < n * element_bytes; i += kLine) __builtin_prefetch(from + i);
+}
+
+GRADACC_INLINE void prefetch(const Gradient& gradient, int64_t start, int64_t n, int64_t math_bytes) {
+  prefetch(gradient.main_grad, start, n, math_bytes);
+  for (int64_t j = 0; j < gradient.m; ++j) {
+    prefetch(gradient.sources[j].data, start, n, element_bytes(gradient.sources[j].dtype));
+  }
+}
+
+// The hardware reads ahead in long arrays. In short ones it has hardly begun when they end: those are asked for some
+// chunks ahead.
+constexpr int64_t kShort = 1024, kChunksAhead = 4;
+
+struct AccumulateRow {
+  Gradient gradient;
+  void* stored = nullptr;  // Math[], or nullptr: the sum is not stored
+  bool is_double = false;  // math dtype
+};
+
+GRADACC_INLINE void prefetch(const AccumulateRow& row, int64_t start, int64_t n) {
+  prefetch(row.gradient, start, n, row.is_double ? sizeof(double) : sizeof(float));
+}
+
+// rows: one per tensor. Chunk k's norm goes to the cells' partial k, where a norm is wanted.
+void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, NormCells& cells);
+
+struct UpdateRow {
+  Gradient gradient;
+  void* param = nullptr;       // nullptr: not touched in this window
+  void* main_param = nullptr;  // Math[], or nullptr: the parameter itself is read and written
+  void* exp_avg = nullptr;     // Math[]; sgd: momentum buffer, or nullptr
+  void* exp_avg_sq = nullptr;  // Math[]
+  Dtype param_dtype = Dtype::kFloat32;
+  bool is_double = false;
+  int32_t scalars = 0;  // index
+};
+
+GRADACC_INLINE void prefetch(const UpdateRow& row, int64_t start, int64_t n) {
+  if (!row.param) return;
+  const int64_t math_bytes = row.is_double ? sizeof(double) : sizeof(float);
+  prefetch(row.gradient, start, n, math_bytes);
+  prefetch(row.main_param, start, n, math_bytes);
+  prefetch(row.exp_avg, start, n, math_bytes);
+  prefetch(row.exp_avg_sq, start, n, math_bytes);
+  prefetch(row.param, start, n, element_bytes(row.param_dtype));
+}
+
+template <typename Rows>
+GRADACC_INLINE void prefetch_ahead(const Chunks& chunks, int64_t k, const Rows& rows) {
+  if (k + kChunksAhead >= static_cast<int64_t>(chunks.size())) return;
+  const Chunk& chunk = chunks[k + kChunksAhead];
+  if (chunk.numel < kShort) prefetch(rows[chunk.tensor], chunk.start, chunk.numel);
+}
+
+// Step counts, and the scalars that follow from them: computed once for all tensors of a group with the same step.
+class StepScalars {
+ public:
+  // rows: hyper-parameter rows [groups, kHyperColumns].
+  StepScalars(Rule rule, const double* rows) : rule_(rule), rows_(rows) {}
+
+  // Advances the step of a touched tensor; returns the index of its scalars. with_buffer: it has a momentum buffer.
+  int32_t advance(int32_t group, float& step, bool with_buffer) {
+    const double* row = rows_ + group * kHyperColumns;
+    // sgd counts the updates of its momentum buffer, so that the first one is known.
+    if (rule_ != Rule::kSgd || (with_buffer && row[kMomentum] != 0.0)) step += 1.0f;
+    if (narrow_.empty() || group != group_ || step != step_) {
+      narrow_.push_back(rule_scalars<float>(rule_, row, step));
+      wide_.push_back(rule_scalars<double>(rule_, row, step));
+      group_ = group;
+      step_ = step;
+    }
+    return static_cast<int32_t>(narrow_.size()) - 1;
+  }
+
+  Rule rule() const { return rule_; }
+  template <typename Math>
+  const RuleScalars<Math>& of(int32_t index) const {
+    if constexpr (sizeof(Math) == sizeof(double)) {
+      return wide_[index];
+    } else {
+      return narrow_[index];
+    }
+  }
+
+ private:
+  Rule rule_;
+  const double* rows_;
+  int32_t group_ = -1;
+  float step_ = 0.0f;
+  std::vector<RuleScalars<float>> narrow_;
+  std::vector<RuleScalars<double>> wide_;
+};
+
+// multiplier: finite; multiplies the gradient. max_grad_value: bound of its elements after that, inf for none.
+void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const StepScalars& scalars,
+                 double multiplier, double max_grad_value);
+
+// clip_: folds the partials; writes the cells.
+void clip_pass(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,
+               const at::Tensor& total_norm, const at::Tensor& clip_coef, const at::Tensor& multiplier,
+               const at::Tensor& weight_sum, double norm_type, double max_norm);
+
+}  // namespace gradacc
