@@ -45,13 +45,31 @@ def copies(params: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> 
     return [torch.nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params]
 
 
+class Noise:
+    """Normal values of standard deviation 0.1, the same for the same seed.
+
+    A block of them is drawn and goes round and round: drawing 124M takes a second each time, and nobody reads them.
+    """
+
+    BLOCK = 1_000_003  # prime: rows of a matrix do not repeat each other
+
+    def __init__(self, seed: int) -> None:
+        block = torch.empty(self.BLOCK).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(seed))
+        self._twice = torch.cat([block, block])
+        self._start = 0
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write the next values into a tensor of any shape and dtype; returns it."""
+        size = tensor.numel()
+        values = self._twice[self._start : self._start + self.BLOCK].repeat(-(-size // self.BLOCK))
+        self._start = (self._start + size) % self.BLOCK
+        return tensor.copy_(values[:size].view(tensor.shape))
+
+
 def make_grads(params: Sequence[torch.Tensor], k: int, seed: int = 1) -> list[list[torch.Tensor]]:
     """Gradients of k micro-batches: the parameters' shapes, dtypes and memory order, standard deviation 0.1."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [torch.empty_like(param, requires_grad=False).normal_(0.0, 0.1, generator=generator) for param in params]
-        for _ in range(k)
-    ]
+    noise = Noise(seed)
+    return [[noise.fill(torch.empty_like(param, requires_grad=False)) for param in params] for _ in range(k)]
 
 
 def sizes_by_dtype(params: Sequence[torch.Tensor]) -> dict[torch.dtype, int]:
@@ -73,6 +91,7 @@ class Path:
     """
 
     name: str
+    footprint = 22  # bytes per element at most: bf16 parameter and gradient, fp32 main param, main grad, two moments
     m: int | None = None
     main_params: Sequence[torch.Tensor] | None = None  # what is updated, where it is not of low precision
 
