@@ -2,11 +2,13 @@
 #   VENV    the virtual environment          (make test VENV=.venv-213)
 #   TORCH   what pip installs as torch       (make test VENV=.venv-213 TORCH=torch==2.13.0)
 #   PYTHON  the interpreter that makes VENV
+#   BENCH   options of the benchmark         (make bench BENCH='--quick --json rows.json')
 # The extension is built in place for one torch at a time: use one checkout per torch version.
 VENV ?= .venv
 TORCH ?= torch
 PYTHON ?= python3
 WINDOWS ?= 60
+BENCH ?=
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 SOURCES = setup.py build_config.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
@@ -30,7 +32,7 @@ test: install
 	$(VENV)/bin/python -m pytest
 
 bench: install
-	$(VENV)/bin/python -m bench
+	$(VENV)/bin/python -m bench $(BENCH)
 
 lint: install
 	$(VENV)/bin/ruff check .

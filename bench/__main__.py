@@ -66,6 +66,8 @@ def rows_of(report: dict[str, Any]) -> tuple[list[Row], list[str]]:
         cores = benchmark["extra_info"]["neighbours"]
         if cores is not None and cores > Neighbours.QUIET:
             disturbed.append(f"{benchmark['group']} ({cores:.2f})")
+    order = list(dict.fromkeys((row.params, row.m) for row in rows))
+    rows.sort(key=lambda row: (row.ratio is None, 0 if row.ratio else order.index((row.params, row.m))))  # stable
     return rows, list(dict.fromkeys(disturbed))
 
 

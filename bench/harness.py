@@ -20,8 +20,7 @@ from .paths import Maker, make_params
 from .shapes import Shape, elements
 
 SUMS = ("flush_first", "flush", "closing")
-FAMILY_BYTES = 6e9  # what paths that take turns may hold together: memory that was never touched can be slow to get
-PATH_BYTES = 22  # per element: bf16 parameter and gradient, fp32 main param, main grad and two moments
+FAMILY_BYTES = 7e9  # what paths that take turns may hold together: memory that was never touched can be slow to get
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def measure(name: str, size: int, turns: Sequence[Turn], seconds: float) -> list
         seconds: Go on repeating for this long.
     """
     neighbours = Neighbours()
-    bandwidth = None if triad.unavailable_reason() else triad.Triad()
+    bandwidth = None if triad.unavailable_reason() else triad.shared()
     runs = [turn.run for turn in turns] + ([bandwidth] if bandwidth else [])
     samples = take_turns(runs, seconds)
     speed = None
@@ -140,6 +139,7 @@ def window_turn(path: Path, grads: Grads) -> Turn:
         path.window(grads, watches)
         return watches.seconds
 
+    @cache
     def events() -> Events:
         sections = count(lambda: path.window(grads, section))
         return sum((found for part, found in sections.items() if part), Events())
@@ -150,9 +150,16 @@ def window_turn(path: Path, grads: Grads) -> Turn:
 
 def families(makers: Mapping[str, Maker], size: int) -> list[list[str]]:
     """Names of the paths that share turns: as many as fit in memory beside the stock path, in order."""
-    room = max(1, int(FAMILY_BYTES / (PATH_BYTES * size)) - 1)
-    names = list(makers)
-    return [names[i : i + room] for i in range(0, len(names), room)] or [[]]
+    found: list[list[str]] = []
+    free = 0.0
+    for name, make in makers.items():
+        needs = size * getattr(make, "footprint", Path.footprint)
+        if not found or needs > free:
+            found.append([])
+            free = FAMILY_BYTES - size * Stock.footprint
+        found[-1].append(name)
+        free -= needs
+    return found or [[]]
 
 
 def measure_windows(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradacc_fused.floor import Floor, Pass
-from gradacc_fused.report.paths import MAX_NORM, Fused, Path, Stock, make_optimizer
+from gradacc_fused.report.paths import MAX_NORM, Fused, Noise, Path, Stock, make_optimizer
 
 from .shapes import Shape
 
@@ -19,11 +19,8 @@ MS = (1, 4)  # of our path, where a window has as many micro-batches
 
 def make_params(shapes: Sequence[Shape], seed: int = 0) -> list[torch.Tensor]:
     """bf16 parameters; the same values for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.1, generator=generator))
-        for shape in shapes
-    ]
+    noise = Noise(seed)
+    return [torch.nn.Parameter(noise.fill(torch.empty(shape, dtype=torch.bfloat16))) for shape in shapes]
 
 
 class StockCopy(Stock):
@@ -37,6 +34,7 @@ class Plain(Stock):
     """Everything in bf16: the sum, the moments and the parameters. Fewer bytes, and other results."""
 
     name = "plain"
+    footprint = 10
     first = "take"
     with_main_params = False
 

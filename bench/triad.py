@@ -81,3 +81,9 @@ class Triad:
             if found[name] < 0:
                 raise RuntimeError(f"triad: the {name} loop refused its arguments")
         return found
+
+
+@cache
+def shared() -> Triad:
+    """One triad for all groups: its arrays take a while to be mapped."""
+    return Triad()

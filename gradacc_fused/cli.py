@@ -1,9 +1,13 @@
-"""``gradacc-fused``: doctor, demo, floor. Needs the ``cli`` extra; the demo also the ``demo`` extra."""
+"""``gradacc-fused``: doctor, demo, floor, bench. Needs the ``cli`` extra; demo and bench also the ``demo`` extra."""
 
 from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
+
+from .errors import BackendUnavailableError
+
+DEMO_MODEL = "gradacc_fused.demo.model:GPT"
 
 
 class Dtype(str, Enum):
@@ -13,6 +17,14 @@ class Dtype(str, Enum):
     float16 = "float16"
     float32 = "float32"
     float64 = "float64"
+
+
+class BenchDtype(str, Enum):
+    """Dtypes to measure parameters in."""
+
+    as_is = "as-is"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 class UpdateRule(str, Enum):
@@ -93,6 +105,30 @@ def _app():
         except ImportError as error:
             raise _missing("demo", error) from error
         run(windows, output, seed, repeats)
+
+    @app.command()
+    def bench(
+        model: str = typer.Option("", help="module:callable that returns a module or parameters; else the demo's GPT."),
+        k: int = typer.Option(4, min=1, help="Micro-batches in a window."),
+        defer: str = typer.Option("1", help="Micro-batches whose gradients may be held: a number or auto."),
+        optimizer: UpdateRule = typer.Option(UpdateRule.adamw, help="Update rule."),
+        dtype: BenchDtype = typer.Option(BenchDtype.as_is, help="Dtype to measure the parameters in."),
+        output: Path = typer.Option(Path("bench_output"), help="Folder for the picture and the CSV."),
+        seconds: float = typer.Option(3.0, min=0.0, help="Go on repeating for this long."),
+    ) -> None:
+        """Measure the passes of a window on your own parameters, beside torch's and the floor."""
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise _missing("demo", error) from error
+        from .report import bench as report
+        from .report import model as models
+
+        try:
+            params = models.parameters(models.load(model or DEMO_MODEL), models.dtype_of(dtype.value))
+            report.run(params, k, models.defer_of(defer), optimizer.value, seconds, output)
+        except (models.ModelError, BackendUnavailableError) as error:
+            raise SystemExit(f"gradacc-fused bench: {error}") from error
 
     @app.command()
     def floor(

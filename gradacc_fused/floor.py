@@ -6,7 +6,8 @@ The only place that holds the formula; the benchmark, the reports and ``gradacc-
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +76,13 @@ class Floor:
         """Launches of the window for one device and rule."""
         return sum(row.times * row.launches for row in self.passes)
 
+    def launches_by_pass(self) -> dict[str, int]:
+        """Launches of the window by name of the pass."""
+        found: dict[str, int] = {}
+        for row in self.passes:
+            found[row.name] = found.get(row.name, 0) + row.times * row.launches
+        return found
+
     def row(self, name: str) -> Pass:
         """The pass of that name.
 
@@ -136,12 +144,9 @@ def floor(
 ) -> Floor:
     """The passes of a window of k micro-batches that holds the gradients of up to m.
 
-    A pass over j gradients reads each once, reads the sum so far (the first flush finds none) and writes it. The
-    closing pass only measures; the update reads the same once more. With k <= m there is no sum in memory at all.
-
     Args:
         k: Micro-batches in the window.
-        m: ``defer``: micro-batches whose gradients may be held.
+        m: ``defer``: micro-batches whose gradients may be held. With k <= m there is no sum in memory at all.
         grad_dtype: Of the gradients.
         param_dtype: Of the parameters; the sum is fp64 for fp64 parameters, else fp32.
         rule: A key of ``MOMENTS``.
@@ -155,25 +160,51 @@ def floor(
     """
     if k < 1 or m < 1:
         raise ValueError(f"floor: k and m must be at least 1, got k={k}, m={m}.")
+    flushes = -(-k // m) - 1
+    return floor_of_flushes([m] * flushes, k - flushes * m, grad_dtype, param_dtype, rule, closing, main_params)
+
+
+def floor_of_flushes(
+    flushed: Sequence[int],
+    held: int,
+    grad_dtype: torch.dtype = torch.bfloat16,
+    param_dtype: torch.dtype = torch.bfloat16,
+    rule: str = "adamw",
+    closing: str = "unstored",
+    main_params: bool = True,
+) -> Floor:
+    """The passes of a window whose flushes are known.
+
+    A pass over j gradients reads each once, reads the sum so far (the first flush finds none) and writes it. The
+    closing pass only measures; the update reads the same once more.
+
+    Args:
+        flushed: Micro-batches that each flush added, in order.
+        held: Micro-batches that the closing pass found held.
+        grad_dtype: Of the gradients.
+        param_dtype: Of the parameters.
+        rule: A key of ``MOMENTS``.
+        closing: One of ``CLOSINGS``; see ``floor``.
+        main_params: Whether low-precision parameters have fp32 main params.
+    """
     if closing not in CLOSINGS:
         raise ValueError(f"floor: closing must be one of {', '.join(CLOSINGS)}, got {closing!r}.")
     grad, total = grad_dtype.itemsize, math_dtype(param_dtype).itemsize
-    flushes = -(-k // m) - 1
-    held = k - flushes * m
-    earlier = total if flushes else 0  # bytes of the sum so far, to be read
+    earlier = total if flushed else 0  # bytes of the sum so far, to be read
     stored = closing != "unstored"
     source = total if stored else earlier + held * grad
+    first, further = flushed[:1], Counter(flushed[1:])
     rows = [
-        Pass("flush_first", min(flushes, 1), m * grad + total, 1, m),
-        Pass("flush", max(flushes - 1, 0), m * grad + 2 * total, 1, m),
+        *(Pass("flush_first", 1, m * grad + total, 1, m) for m in first),
+        *(Pass("flush", times, m * grad + 2 * total, 1, m) for m, times in further.items()),
         Pass("closing", 1, held * grad + earlier + (total if stored else 0), 1, held),
         Pass("norm", int(closing == "reduced"), total, 1),
         Pass("clip", 1, 0, 0),
         Pass("update", 1, source + update_state_bytes(param_dtype, rule, main_params), 1),
     ]
-    return Floor(
-        k, m, tuple(row for row in rows if row.times), total if flushes or stored else 0, (min(m, k) - 1) * grad
-    )  # fmt: skip
+    most = max([*flushed, held])
+    buffer = total if flushed or stored else 0
+    return Floor(sum(flushed) + held, most, tuple(row for row in rows if row.times), buffer, (most - 1) * grad)
 
 
 def further_flush(m: int, grad_dtype: torch.dtype = torch.bfloat16, param_dtype: torch.dtype = torch.bfloat16) -> Pass:

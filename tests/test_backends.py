@@ -80,7 +80,7 @@ LEVELS = [
     {"optimizer"},
     {"floor", "report.events", "report.timing", "report.machine"},
     {"report.paths"},
-    {"report.floor_table"},
+    {"report.floor_table", "report.model", "report.bench"},
     {"demo.text"},
     {"demo.model"},
     {"demo.train"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -152,16 +152,21 @@ def test_events_leave_autograd_and_annotations_out():
 
 
 def test_families_fit_in_memory_and_lose_no_path():
-    makers = dict.fromkeys([f"path{i}" for i in range(10)])
+    makers = {f"path{i}": TORCH["plain" if i == 5 else "stock_copy"][0] for i in range(10)}
     assert harness.families(makers, 1_000_000) == [list(makers)]
-    large = harness.families(makers, 124_439_808)
+    gpt2 = elements(PARAMETER_LISTS["gpt2"]())
+    large = harness.families(makers, gpt2)
     assert [name for family in large for name in family] == list(makers)
-    assert all((1 + len(family)) * 22 * 124_439_808 <= harness.FAMILY_BYTES for family in large)
+    assert ["path4", "path5"] in large and len(large) == 9  # plain holds less
+    for family in large:
+        held = 22 + sum(10 if name == "path5" else 22 for name in family)
+        assert held * gpt2 <= harness.FAMILY_BYTES
     assert len(harness.families(makers, 10**12)) == 10
+    assert harness.families({}, 10) == [[]]
 
 
 def triad_of(monkeypatch, elements=4096):
-    monkeypatch.setattr(triad, "Triad", partial(triad.Triad, elements))
+    monkeypatch.setattr(triad, "shared", cache(partial(triad.Triad, elements)))
 
 
 def test_window_rows(monkeypatch):

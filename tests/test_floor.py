@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gradacc_fused as gf
+from gradacc_fused import cli
 from gradacc_fused import floor as floors
 from gradacc_fused.backends import reference
 from gradacc_fused.floor import floor, further_flush, pass_bytes, stock
@@ -130,7 +128,7 @@ def touched_bytes(monkeypatch, k, dtype, inner):
     monkeypatch.setattr(reference, "update_", update)
     param = torch.nn.Parameter(torch.ones(64, dtype=dtype))
     opt = gf.GradAccumOptimizer(
-        inner([param]), accumulation_steps=k, weighting="equal", max_grad_norm=1.0, backend="reference"
+        inner([param]), accumulation_steps=k, weighting="equal", max_grad_norm=1.0, defer=1, backend="reference"
     )
     for _ in range(k):
         torch.autograd.backward([param], [torch.ones(64, dtype=dtype)])
@@ -173,8 +171,9 @@ def test_a_pass_that_is_not_run_has_no_row():
 
 
 def command(*arguments: str) -> str:
-    run = [sys.executable, "-m", "gradacc_fused.cli", "floor", *arguments]
-    return subprocess.run(run, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "160"}).stdout
+    done = CliRunner().invoke(cli._app(), ["floor", *arguments], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_command_prints_the_table_and_the_others():

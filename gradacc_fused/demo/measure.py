@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import torch
 
 from ..optimizer import GradAccumOptimizer
 from ..report.events import operator_events
+from ..report.timing import take_turns, timed
 from .model import GPT
 from .train import Piece, Usual, Windowed, active_tokens
 
@@ -23,17 +23,6 @@ class Measured:
     ms: float
     ms_added: float
     op_calls: int
-
-
-def milliseconds(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median of each, taken in turns so that noise hits all alike."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, seen in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            seen.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(seen) for seen in times]
 
 
 def measure(model: GPT, pieces: Sequence[Piece], repeats: int) -> tuple[Measured, Measured]:
@@ -56,7 +45,8 @@ def measure(model: GPT, pieces: Sequence[Piece], repeats: int) -> tuple[Measured
         run()
         run()
     base, ours, stock = (operator_events(run) for run in runs)
-    base_ms, ours_ms, stock_ms = milliseconds(runs, repeats)
+    samples = take_turns([timed(run, "ms") for run in runs], seconds=0.0, min_repeats=repeats)
+    base_ms, ours_ms, stock_ms = (statistics.median(sample["ms"]) * 1e3 for sample in samples)
     return (
         Measured(ours_ms, ours_ms - base_ms, ours - base),
         Measured(stock_ms, stock_ms - base_ms, stock - base),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch.autograd import profiler
@@ -41,7 +42,7 @@ def count(run: Callable[[], object]) -> dict[str, Events]:
 
     Events count in every section whose time they fall in, of whatever thread.
     """
-    with profiler.profile(profile_memory=True) as profiled:
+    with _without_notes(), profiler.profile(profile_memory=True) as profiled:
         run()
     results, functions = profiled.kineto_results, profiled.function_events
     assert results is not None and functions is not None
@@ -55,6 +56,20 @@ def count(run: Callable[[], object]) -> dict[str, Events]:
     counted = _by_section(operators, lambda name: "::" in name)
     allocated = _by_section(memory, lambda name: name == MEMORY)
     return {name: Events(counted[name], allocated[name]) for name in counted}
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Keep the profiler's own notes (start, stop, memory that is older than it) off the terminal."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _by_section(events: Sequence[tuple[str, float, float]], counts: Callable[[str], bool]) -> dict[str, int]:

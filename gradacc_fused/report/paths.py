@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..floor import LOW_PRECISION, Floor, floor, stock
+from ..floor import LOW_PRECISION, Floor, floor_of_flushes, stock
 from ..layout import math_dtype
 from ..optimizer import GradAccumOptimizer
 
@@ -45,13 +45,39 @@ def copies(params: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> 
     return [torch.nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params]
 
 
+class Noise:
+    """Normal values of standard deviation 0.1, the same for the same seed.
+
+    A block of them is drawn and goes round and round: drawing 124M takes a second each time, and nobody reads them.
+    """
+
+    BLOCK = 1_000_003  # prime: rows of a matrix do not repeat each other
+
+    def __init__(self, seed: int) -> None:
+        block = torch.empty(self.BLOCK).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(seed))
+        self._twice = torch.cat([block, block])
+        self._start = 0
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write the next values into a tensor of any shape and dtype; returns it."""
+        size = tensor.numel()
+        values = self._twice[self._start : self._start + self.BLOCK].repeat(-(-size // self.BLOCK))
+        self._start = (self._start + size) % self.BLOCK
+        return tensor.copy_(values[:size].view(tensor.shape))
+
+
 def make_grads(params: Sequence[torch.Tensor], k: int, seed: int = 1) -> list[list[torch.Tensor]]:
     """Gradients of k micro-batches: the parameters' shapes, dtypes and memory order, standard deviation 0.1."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [torch.empty_like(param, requires_grad=False).normal_(0.0, 0.1, generator=generator) for param in params]
-        for _ in range(k)
-    ]
+    noise = Noise(seed)
+    return [[noise.fill(torch.empty_like(param, requires_grad=False)) for param in params] for _ in range(k)]
+
+
+def sizes_by_dtype(params: Sequence[torch.Tensor]) -> dict[torch.dtype, int]:
+    """Elements of the parameters of each dtype."""
+    sizes: dict[torch.dtype, int] = {}
+    for param in params:
+        sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+    return sizes
 
 
 class Path:
@@ -65,6 +91,7 @@ class Path:
     """
 
     name: str
+    footprint = 22  # bytes per element at most: bf16 parameter and gradient, fp32 main param, main grad, two moments
     m: int | None = None
     main_params: Sequence[torch.Tensor] | None = None  # what is updated, where it is not of low precision
 
@@ -96,11 +123,13 @@ class Path:
 
     def floors(self) -> list[tuple[Floor, int]] | None:
         """(what a window moves, elements) for the parameters of each dtype; None where there is no formula."""
-        sizes: dict[torch.dtype, int] = {}
-        for param in self.params:
-            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
-        tables = [(self.floor_of(dtype), size) for dtype, size in sizes.items()]
-        return None if any(table is None for table, _ in tables) else tables  # type: ignore[return-value]
+        found = []
+        for dtype, size in sizes_by_dtype(self.params).items():
+            table = self.floor_of(dtype)
+            if table is None:
+                return None
+            found.append((table, size))
+        return found
 
     def bytes(self) -> int | None:
         """Bytes of a window; None where there is no formula."""
@@ -112,6 +141,9 @@ class Fused(Path):
     """gradacc_fused in counting mode, holding up to ``m`` micro-batches' gradients. Its parts: "window".
 
     Within ``stages()`` also "flush_first", "flush", "closing", "clip" and "update".
+
+    Args:
+        m: ``defer``; with "auto" call ``settle`` before bytes are asked for.
     """
 
     name = "gradacc_fused"
@@ -124,14 +156,24 @@ class Fused(Path):
             make_optimizer(rule, params, lr), accumulation_steps=k, weighting="equal", host_scale=1.0 / k,
             max_grad_norm=MAX_NORM, defer=m,
         )  # fmt: skip
-        self.m = m if isinstance(m, int) else None
         self.backend = self.optimizer.backend
         self._stage: Measured = unmeasured
+        self._flushed: list[int] = []  # micro-batches of each flush of the last window in stages()
+        if isinstance(m, int):
+            flushes = -(-k // m) - 1
+            self.m, self.flushes = m, [m] * flushes
         state = self.optimizer.state
         self.main_params = [state[param].get("main_param", param) for param in params]
 
+    def settle(self, grads: Grads) -> None:
+        """Run a window and take note of the micro-batches that it held: ``m`` and ``flushes`` are then those."""
+        with self.stages():
+            self.window(grads)
+        self.flushes = list(self._flushed)
+        self.m = max([*self.flushes, self.k - sum(self.flushes)])
+
     def window(self, grads: Grads, measured: Measured = unmeasured) -> None:
-        self._stage, self._flushes = measured, 0
+        self._stage, self._flushed = measured, []
         super().window(grads, measured)
 
     def micro_step(self, micro_step: int, measured: Measured) -> None:
@@ -142,36 +184,37 @@ class Fused(Path):
     def stages(self) -> Iterator[None]:
         """Within it the engine's own passes are measured one by one, while real windows run."""
         engine: Any = self.optimizer._engine
-        names = {
-            "flush": self._flush_name,
-            "measure": lambda: "closing",
-            "clip": lambda: "clip",
-            "update": lambda: "update",
-        }
-        originals = {method: getattr(engine, method) for method in names}
-        for method, name in names.items():
-            setattr(engine, method, self._in_stage(originals[method], name))
+        methods = ("flush", "measure", "clip", "update")
+        originals = {method: getattr(engine, method) for method in methods}
+
+        def flush(pieces: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            name = "flush" if self._flushed else "flush_first"
+            self._flushed.append(len(pieces))
+            with self._stage(name):
+                return originals["flush"](pieces, *args, **kwargs)
+
+        def measured(method: str, name: str) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self._stage(name):
+                    return originals[method](*args, **kwargs)
+
+            return run
+
+        engine.flush = flush
+        engine.measure, engine.clip = measured("measure", "closing"), measured("clip", "clip")
+        engine.update = measured("update", "update")
         try:
             yield
         finally:
-            for method in names:
+            for method in methods:
                 delattr(engine, method)
 
-    def _flush_name(self) -> str:
-        self._flushes += 1
-        return "flush_first" if self._flushes == 1 else "flush"
+    def floor_of(self, dtype: torch.dtype) -> Floor:
+        return floor_of_flushes(self.flushes, self.k - sum(self.flushes), dtype, dtype, self.rule)
 
-    def _in_stage(self, original: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._stage(name()):
-                return original(*args, **kwargs)
-
-        return run
-
-    def floor_of(self, dtype: torch.dtype) -> Floor | None:
-        if self.m is None or self.backend == "reference":  # the reference makes tensors in between
-            return None
-        return floor(self.k, self.m, dtype, dtype, self.rule)
+    def floors(self) -> list[tuple[Floor, int]] | None:
+        """As of Path; None on the reference, which makes tensors in between."""
+        return None if self.backend == "reference" else super().floors()
 
 
 class Stock(Path):

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 WARM_UP = 2  # runs: the first makes the state, the second finds every page mapped
-LONG = 1.0  # seconds: of what takes longer, one warm-up is enough
+LONG = 0.2  # seconds: of what takes longer, one warm-up is enough
 MIN_REPEATS = 5
 ENOUGH = 20  # repeats worth waiting PATIENCE times longer for
 PATIENCE = 3.0
@@ -78,8 +78,8 @@ def take_turns(runs: Sequence[Run], seconds: float, min_repeats: int = MIN_REPEA
     """Repeat every run, in turns, so that a slow moment of the machine hits all alike.
 
     The order changes with every round, so that none always finds the caches as the same other one left them. After a
-    warm-up, rounds go on for ``seconds``, for PATIENCE times as long if that is not ENOUGH repeats, but at least
-    ``min_repeats`` and at most MAX_REPEATS times.
+    warm-up, rounds go on for ``seconds``, for up to PATIENCE times as long where that makes ENOUGH repeats, but at
+    least ``min_repeats`` and at most MAX_REPEATS times.
 
     Args:
         runs: Each call runs once and returns seconds by name of the part.
@@ -98,9 +98,10 @@ def take_turns(runs: Sequence[Run], seconds: float, min_repeats: int = MIN_REPEA
     order = list(range(len(runs)))
     shuffle = random.Random(0).shuffle
     start = time.perf_counter()
-    for repeat in range(MAX_REPEATS):
-        allowed = seconds * (PATIENCE if repeat < ENOUGH else 1.0)
-        if repeat >= min_repeats and time.perf_counter() - start > allowed:
+    for repeat in range(max(min_repeats, MAX_REPEATS)):
+        passed = time.perf_counter() - start
+        worth_it = repeat < ENOUGH and passed / max(repeat, 1) * ENOUGH <= PATIENCE * seconds
+        if repeat >= min_repeats and passed > seconds and not worth_it:
             break
         shuffle(order)
         for index in order:
