@@ -18,6 +18,24 @@
 
 namespace gradacc {
 
+Piece::~Piece() {
+  // Asks for what freeing a gradient reads, each step by the pointer that the one before has asked for.
+  constexpr size_t kStep = 6;
+  const size_t count = grads.size();
+  const auto ask = [](const void* object, int lines) { prefetch(object, 0, lines, kLine); };
+  for (size_t k = 0; k < count; ++k) {
+    if (k + 3 * kStep < count && grads[k + 3 * kStep].defined()) ask(grads[k + 3 * kStep].unsafeGetTensorImpl(), 3);
+    if (k + 2 * kStep < count) {
+      const at::Tensor& grad = grads[k + 2 * kStep];
+      if (grad.defined() && grad.has_storage()) ask(grad.storage().unsafeGetStorageImpl(), 2);
+    }
+    if (k + kStep < count && sources[k + kStep].data) {
+      ask(static_cast<const char*>(sources[k + kStep].data) - kLine, 2);  // malloc's own entry lies before it
+    }
+    grads[k].reset();
+  }
+}
+
 struct BackwardWatch::State {
   std::atomic<bool> in_flight{false};
 };
@@ -111,19 +129,21 @@ bool only_ours(const at::Tensor& grad) {
   return alone;
 }
 
+// Memory that torch did not allocate has owners that its counts do not know.
+bool allocated_by_torch(const at::Tensor& grad) {
+  static const auto deleter = c10::GetDefaultCPUAllocator()->raw_deleter();
+  return !grad.device().is_cpu() || grad.storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == deleter;
+}
+
 // Whether nobody else can write these gradients: each storage is used by them alone.
 bool all_ours(const std::vector<at::Tensor>& grads) {
-  const auto deleter = c10::GetDefaultCPUAllocator()->raw_deleter();
   std::unordered_map<const c10::StorageImpl*, size_t> shared;  // storages with more than one use, and ours of them
   for (const at::Tensor& grad : grads) {
     if (!grad.defined() || grad.numel() == 0) continue;
-    if (!grad.has_storage()) return false;
-    // Memory that torch did not allocate has owners that its counts do not know.
-    const c10::StorageImpl* storage = grad.storage().unsafeGetStorageImpl();
-    if (grad.device().is_cpu() && storage->data_ptr().get_deleter() != deleter) return false;
+    if (!grad.has_storage() || !allocated_by_torch(grad)) return false;
     // No Python or C++ reference to the tensor besides ours.
     if (!only_ours(grad)) return false;
-    if (grad.storage().use_count() != 1) ++shared[storage];
+    if (grad.storage().use_count() != 1) ++shared[grad.storage().unsafeGetStorageImpl()];
   }
   for (const at::Tensor& grad : grads) {
     if (shared.empty()) break;
@@ -136,10 +156,9 @@ bool all_ours(const std::vector<at::Tensor>& grads) {
 
 }  // namespace
 
-void Collector::announce(size_t k) const {
+void Collector::announce(size_t k, size_t count) const {
   // Each step follows the pointer that the one before has asked for.
   constexpr size_t kStep = 6;
-  const size_t count = active_index_.size();
   const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
   const auto ask = [](const void* object, int lines) { prefetch(object, 0, lines, kLine); };
   if (k + 4 * kStep < count) ask(param(k + 4 * kStep), 1);
@@ -154,6 +173,17 @@ void Collector::announce(size_t k) const {
   }
 }
 
+void Collector::announce_param(size_t k) const {
+  constexpr size_t kStep = 8;
+  if (k + 2 * kStep < active_index_.size()) {
+    prefetch(params_[active_index_[k + 2 * kStep]].unsafeGetTensorImpl(), 0, 2, kLine);
+  }
+  if (k + kStep < active_index_.size()) {
+    const at::Tensor& param = params_[active_index_[k + kStep]];
+    if (param.has_storage()) prefetch(param.storage().unsafeGetStorageImpl(), 0, 2, kLine);
+  }
+}
+
 void Collector::check_grad(int64_t index, const at::Tensor& grad) const {
   TORCH_CHECK_TYPE(is_gradient_dtype(grad.scalar_type()), "the gradient of parameter ", index,
                    " must be float32, float64, float16 or bfloat16, got ", dtype_name(grad.scalar_type()), ".");
@@ -162,38 +192,83 @@ void Collector::check_grad(int64_t index, const at::Tensor& grad) const {
                     absent_.device().str(), ", got ", grad.sizes(), " on ", grad.device().str(), ".");
 }
 
+bool Collector::usual(size_t k, const at::Tensor& grad) const {
+  const int64_t index = active_index_[k];
+  return grad.layout() == at::kStrided && grad.device() == absent_.device() &&
+         grad.sizes() == at::IntArrayRef(sizes_[index]) && same_order(grad, strides_[k]) &&
+         (grad.scalar_type() == dtypes_[index] || grad.scalar_type() == at::kFloat);
+}
+
+at::Tensor Collector::made_usual(size_t k, const at::Tensor& grad) const {
+  const int64_t index = active_index_[k];
+  check_grad(index, grad);
+  at::Tensor made = grad.layout() == at::kStrided ? grad : grad.to_dense();
+  // An fp64 gradient of another parameter would be measured and applied in different dtypes.
+  if (made.scalar_type() == at::kDouble && dtypes_[index] != at::kDouble) made = made.to(at::kFloat);
+  if (same_order(made, strides_[k])) return made;
+  return at::empty_strided(made.sizes(), strides_[k], made.options()).copy_(made);
+}
+
 std::shared_ptr<Piece> Collector::collect(const at::Tensor& touched, bool clear) {
   const size_t count = active_index_.size();
   check_cells("collect", "touched", touched, at::kByte, static_cast<int64_t>(count));
   auto piece = std::make_shared<Piece>();
   piece->grads.resize(count);
   piece->sources.resize(count);
-  for (size_t k = 0; k < count; ++k) {  // .grad stays until all of them are known to be usable
-    announce(k);
-    const int64_t index = active_index_[k];
-    const at::Tensor& grad = params_[index].grad();
-    if (!grad.defined()) continue;
-    check_grad(index, grad);
-    at::Tensor& taken = piece->grads[k];
-    taken = grad;
-    if (taken.layout() != at::kStrided) taken = taken.to_dense();
-    // An fp64 gradient of another parameter would be measured and applied in different dtypes.
-    if (taken.scalar_type() == at::kDouble && dtypes_[index] != at::kDouble) taken = taken.to(at::kFloat);
-    if (!same_order(taken, strides_[k])) {
-      taken = at::empty_strided(taken.sizes(), strides_[k], taken.options()).copy_(taken);
+  const auto of_param = [this](size_t k) -> at::Tensor& { return params_[active_index_[k]].mutable_grad(); };
+  std::atomic<int64_t> present{0}, bytes{0};
+  std::atomic<bool> all_usual{true}, all_alone{true};
+  share_tensors(count, [&](size_t begin, size_t end) {
+    int64_t here = 0, here_bytes = 0;
+    bool alone = true;
+    for (size_t k = begin; k < end; ++k) {
+      announce(k, end);
+      at::Tensor& grad = of_param(k);
+      if (!grad.defined()) continue;
+      if (!usual(k, grad)) {
+        all_usual = false;
+        continue;
+      }
+      at::Tensor& taken = piece->grads[k];
+      clear ? std::swap(taken, grad) : void(taken = grad);
+      ++here;
+      here_bytes += static_cast<int64_t>(taken.nbytes());
+      piece->sources[k].dtype = element_dtype(taken.scalar_type());
+      piece->locate(k);
+      alone = alone && taken.use_count() == 1 && taken.storage().use_count() == 1 && allocated_by_torch(taken);
     }
-    ++piece->present;
-    piece->sources[k].dtype = element_dtype(taken.scalar_type());
-    piece->bytes += static_cast<int64_t>(taken.nbytes());
-    piece->locate(k);
+    present += here;
+    bytes += here_bytes;
+    if (!alone) all_alone = false;
+  });
+  piece->present = present;
+  piece->bytes = bytes;
+  if (!all_usual) {
+    try {
+      std::vector<std::pair<size_t, at::Tensor>> made;
+      for (size_t k = 0; k < count; ++k) {
+        if (!piece->grads[k].defined() && of_param(k).defined()) made.emplace_back(k, made_usual(k, of_param(k)));
+      }
+      for (auto& [k, grad] : made) {
+        ++piece->present;
+        piece->bytes += static_cast<int64_t>(grad.nbytes());
+        piece->sources[k].dtype = element_dtype(grad.scalar_type());
+        piece->grads[k] = std::move(grad);
+        piece->locate(k);
+        if (clear) of_param(k).reset();
+      }
+    } catch (...) {  // .grad stays unless all of them are usable
+      for (size_t k = 0; clear && k < count; ++k) {
+        if (piece->grads[k].defined()) of_param(k) = std::move(piece->grads[k]);
+      }
+      throw;
+    }
   }
   uint8_t* touch = touched.mutable_data_ptr<uint8_t>();
   for (size_t k = 0; k < count; ++k) {
-    if (!piece->grads[k].defined()) continue;
-    touch[k] = 1;
-    if (clear) params_[active_index_[k]].mutable_grad().reset();
+    if (piece->grads[k].defined()) touch[k] = 1;
   }
-  piece->exclusive = clear && all_ours(piece->grads);
+  piece->exclusive = clear && ((all_usual && all_alone) || all_ours(piece->grads));
   return piece;
 }
 
@@ -259,14 +334,22 @@ Collector::Seen Collector::see(const at::Tensor& tensor) {
 }
 
 void Collector::remember() {
-  seen_.clear();
-  for (int64_t index : active_index_) seen_.push_back(see(params_[index]));
+  seen_.resize(active_index_.size());
+  for_each_tensor(seen_.size(), [&](size_t k) {
+    announce_param(k);
+    seen_[k] = see(params_[active_index_[k]]);
+  });
 }
 
 std::vector<int64_t> Collector::changed() const {
+  std::vector<uint8_t> differs(seen_.size());
+  for_each_tensor(seen_.size(), [&](size_t k) {
+    announce_param(k);
+    differs[k] = !(see(params_[active_index_[k]]) == seen_[k]);
+  });
   std::vector<int64_t> out;
   for (size_t k = 0; k < seen_.size(); ++k) {
-    if (!(see(params_[active_index_[k]]) == seen_[k])) out.push_back(static_cast<int64_t>(k));
+    if (differs[k]) out.push_back(static_cast<int64_t>(k));
   }
   return out;
 }

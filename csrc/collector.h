@@ -35,13 +35,21 @@ class BackwardWatch {
 // One micro-batch's gradients, checked, each in its parameter's memory order.
 struct Piece {
   std::vector<at::Tensor> grads;  // one per active parameter; undefined: the micro-batch did not reach it
-  std::vector<Source> sources;    // where they lie; the weights are set by each pass
+  std::vector<Source> sources;    // where they lie
   int64_t present = 0;
   int64_t bytes = 0;
   bool exclusive = false;  // nobody else can write them
 
+  Piece() = default;
+  Piece(const Piece&) = delete;
+  Piece& operator=(const Piece&) = delete;
+  ~Piece();
+
   void locate(size_t k) {
     sources[k].data = grads[k].defined() && grads[k].numel() > 0 ? grads[k].const_data_ptr() : nullptr;
+  }
+  void locate() {
+    for (size_t k = 0; k < grads.size(); ++k) locate(k);
   }
 };
 
@@ -79,7 +87,12 @@ class Collector {
     bool operator==(const Seen& other) const { return version == other.version && address == other.address; }
   };
   static Seen see(const at::Tensor& tensor);
-  void announce(size_t k) const;
+  // Ask for what a walk over the list reads a few parameters further on.
+  void announce(size_t k, size_t count) const;
+  void announce_param(size_t k) const;
+  // Whether a gradient can be read as it is; what has to be made of it otherwise.
+  bool usual(size_t k, const at::Tensor& grad) const;
+  at::Tensor made_usual(size_t k, const at::Tensor& grad) const;
   void check_grad(int64_t index, const at::Tensor& grad) const;
 
   std::vector<at::Tensor> params_;

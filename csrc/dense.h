@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
 
 #include <utility>
 #include <vector>
@@ -22,6 +23,23 @@ inline bool same_order(const at::Tensor& tensor, at::IntArrayRef strides) {
 inline std::vector<int64_t> dense_strides(const at::Tensor& like) {
   if (like.is_non_overlapping_and_dense()) return like.strides().vec();
   return at::infer_dense_strides(like.sizes(), like.strides());
+}
+
+// Runs body(begin, end) for shares of 0 to count, long lists on all of torch's threads: what it costs to look at a
+// tensor is the wait for its memory.
+template <typename Body>
+void share_tensors(size_t count, const Body& body) {
+  constexpr int64_t kLeastShare = 512;
+  at::parallel_for(0, static_cast<int64_t>(count), kLeastShare,
+                   [&](int64_t begin, int64_t end) { body(static_cast<size_t>(begin), static_cast<size_t>(end)); });
+}
+
+// The same, tensor by tensor: body(i).
+template <typename Body>
+void for_each_tensor(size_t count, const Body& body) {
+  share_tensors(count, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) body(i);
+  });
 }
 
 // As torch's own in-place ops do; an inference tensor has no version.

@@ -10,6 +10,7 @@ namespace {
 
 struct AccumulateArgs {
   const AccumulateRow& row;
+  const Gradients& added;
   const Chunk& chunk;
   Isa isa;
   bool stream;      // whole tiles of the sum are written past the cache
@@ -23,12 +24,13 @@ GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
   alignas(64) Math tile[kTile];
   ChunkNorm norm;
   Math* stored = static_cast<Math*>(args.row.stored);
+  const Gradient gradient{args.row.main_grad, args.added, args.chunk.tensor};
   const GatherTile<Math>* gather = gather_tile<Math>(args.isa);
   const bool stream = args.stream && reinterpret_cast<uintptr_t>(stored) % kLine == 0;
   for_tiles(args.chunk.start, args.chunk.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
     const bool past_cache = stream && n == kTile;
     Math* sum = stored && !past_cache ? stored + start : tile;
-    gather(sum, args.row.gradient, start, n, /*ahead=*/true);
+    gather(sum, gradient, start, n);
     for (int64_t block = 0; past_cache && block < kTile; block += kBlock) {
       stream_block(stored + start + block, tile + block);
     }
@@ -36,7 +38,7 @@ GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
   });
   if (stream) stream_fence();
   if (args.partial) {
-    *args.partial = norm.finish(args.kind);
+    *args.partial = norm.finish<Math>(args.kind);
     if (norm.nonfinite) args.nonfinite->store(1, std::memory_order_relaxed);
   }
 }
@@ -57,16 +59,17 @@ constexpr IsaLoops<void(const AccumulateArgs&)> kAccumulate{accumulate_plain, ac
 
 }  // namespace
 
-void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, NormCells& cells) {
+void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, const Gradients& added,
+                     NormCells& cells) {
   const Isa isa = current_isa();
   const auto loop = kAccumulate.of(isa);
   const bool large = chunks.elements() * int64_t{sizeof(float)} > streaming_threshold();
   chunks.for_each([&](int64_t k) {
     const AccumulateRow& row = rows[chunks[k].tensor];
-    prefetch_ahead(chunks, k, rows);
+    prefetch_ahead(chunks, k, rows, added);
     // A sum that is read first is in the cache when it is written.
-    const bool stream = large && row.stored && !row.gradient.main_grad;
-    loop({row, chunks[k], isa, stream, cells.partial(k), cells.kind(), cells.nonfinite()});
+    const bool stream = large && row.stored && !row.main_grad;
+    loop({row, added, chunks[k], isa, stream, cells.partial(k), cells.kind(), cells.nonfinite()});
   });
   cells.finish(chunks.size());
 }

@@ -22,6 +22,25 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+template <typename Element>
+constexpr Dtype dtype_of();
+template <>
+constexpr Dtype dtype_of<float>() {
+  return Dtype::kFloat32;
+}
+template <>
+constexpr Dtype dtype_of<double>() {
+  return Dtype::kFloat64;
+}
+template <>
+constexpr Dtype dtype_of<Float16>() {
+  return Dtype::kFloat16;
+}
+template <>
+constexpr Dtype dtype_of<BFloat16>() {
+  return Dtype::kBFloat16;
+}
+
 GRADACC_INLINE uint32_t to_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));

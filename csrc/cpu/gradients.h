@@ -13,11 +13,13 @@
 namespace gradacc {
 
 struct GradientArguments {
-  std::vector<Gradient> gradients;            // one per tensor
+  std::vector<const void*> main_grads;        // one per tensor; nullptr: starts from zero
   std::vector<int64_t> numels;                // 0 where no gradient and no main grad says how long it is
   std::vector<std::vector<int64_t>> strides;  // memory order of each tensor
   std::vector<bool> is_double;                // math dtype
-  std::vector<Source> sources;                // [tensor][micro-batch]
+  std::vector<Source> sources;                // [micro-batch][tensor]
+  std::vector<const Source*> of_micro_batch;
+  Gradients added;
 };
 
 // main_grads may be empty when nothing was accumulated before; the tensors' own strides decide the memory order unless
@@ -37,7 +39,7 @@ inline GradientArguments gradient_arguments(const char* op, at::TensorList main_
                     " micro-batches of ", count, " parameters, piece-major), got ", grads.size(), ".");
 
   GradientArguments out;
-  out.gradients.resize(count);
+  out.main_grads.resize(count, nullptr);
   out.numels.resize(count, 0);
   out.strides.resize(count);
   out.is_double.resize(count, false);
@@ -70,18 +72,16 @@ inline GradientArguments gradient_arguments(const char* op, at::TensorList main_
       check_gradient(op, j * count + i, grad);
       check_cpu(op, "grads", j * count + i, grad);
       check_shape(op, "grads", j * count + i, grad, *shape);
-      Source& source = out.sources[i * m + j];
+      Source& source = out.sources[j * count + i];
       source.dtype = element_dtype(grad.scalar_type());
-      source.weight = weight[j];
-      if (source.weight != 0.0) source.data = pointers.read(grad, out.strides[i]);
+      if (weight[j] != 0.0) source.data = pointers.read(grad, out.strides[i]);
     }
   }
   for (size_t i = 0; i < count; ++i) {
-    Gradient& gradient = out.gradients[i];
-    gradient.sources = out.sources.data() + i * m;
-    gradient.m = static_cast<int64_t>(m);
-    if (read_main_grads && out.numels[i] > 0) gradient.main_grad = pointers.read(main_grads[i], out.strides[i]);
+    if (read_main_grads && out.numels[i] > 0) out.main_grads[i] = pointers.read(main_grads[i], out.strides[i]);
   }
+  for (size_t j = 0; j < m; ++j) out.of_micro_batch.push_back(out.sources.data() + j * count);
+  out.added = {out.of_micro_batch.data(), weight, static_cast<int64_t>(m)};
   return out;
 }
 

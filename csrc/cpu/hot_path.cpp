@@ -17,6 +17,7 @@ HotPath::HotPath(std::vector<at::Tensor> params, at::Tensor group_ids)
     check_cpu("HotPath", "params", i, param);
     static_.push_back({param.sizes().vec(), dense_strides(param), param.numel(), element_dtype(param.scalar_type()),
                        param.scalar_type() == at::kDouble, !param.is_non_overlapping_and_dense()});
+    if (static_.back().has_gaps && param.numel() > 0) with_gaps_.push_back(i);
     numels.push_back(param.numel());
   }
   chunks_ = Chunks(numels);
@@ -53,54 +54,41 @@ void HotPath::set_state(const std::string& rule, std::vector<at::Tensor> main_pa
   steps_ = std::move(steps);
 }
 
-void HotPath::take(const char* op, const Pieces& pieces, const at::Tensor& weights, bool read_main_grads) {
-  const size_t m = pieces.size();
-  const size_t count = params_.size();
-  check_cells(op, "weights", weights, at::kDouble, static_cast<int64_t>(m));
-  check_length(op, "main_grads", main_grads_.size(), count, !read_main_grads);
-  const double* weight = weights.const_data_ptr<double>();
-  sources_.resize(m * count);
-  gradients_.resize(count);
-  for (size_t j = 0; j < m; ++j) {
-    Piece& piece = *pieces[j];
-    check_length(op, "grads", piece.sources.size(), count, false);
-    for (size_t i = 0; i < count; ++i) {
-      if (!piece.exclusive) piece.locate(i);  // somebody may have given the gradient other memory
-      Source& source = sources_[i * m + j];
-      source = piece.sources[i];
-      source.weight = weight[j];
-      if (weight[j] == 0.0) source.data = nullptr;
-    }
+Gradients HotPath::take(const char* op, const Pieces& pieces, const at::Tensor& weights) {
+  check_cells(op, "weights", weights, at::kDouble, static_cast<int64_t>(pieces.size()));
+  sources_.clear();
+  for (const auto& piece : pieces) {
+    check_length(op, "grads", piece->sources.size(), params_.size(), false);
+    if (!piece->exclusive) piece->locate();  // somebody may have given a gradient other memory
+    sources_.push_back(piece->sources.data());
   }
-  for (size_t i = 0; i < count; ++i) {
-    gradients_[i] = {read_main_grads ? locate(op, main_grads_, i) : nullptr, sources_.data() + i * m,
-                     static_cast<int64_t>(m)};
-  }
+  return {sources_.data(), weights.const_data_ptr<double>(), static_cast<int64_t>(pieces.size())};
 }
 
-void HotPath::run_accumulate(const at::Tensor& partials, const at::Tensor& found_inf, bool store, double norm_type,
-                             const char* op) {
+void HotPath::run_accumulate(const char* op, const Gradients& added, const at::Tensor& partials,
+                             const at::Tensor& found_inf, bool overwrite, bool store, double norm_type) {
   const size_t count = params_.size();
+  TORCH_CHECK_VALUE(overwrite || main_grads_.size() == count, op, ": needs main_grads to read, got none.");
   TORCH_CHECK_VALUE(!store || main_grads_.size() == count, op, ": store=True needs main_grads to write to, got none.");
   NormCells cells(op, partials, found_inf, norm_type, chunks_.size());
   accumulate_rows_.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    accumulate_rows_[i] = {gradients_[i], store ? locate(op, main_grads_, i) : nullptr, static_[i].is_double};
-  }
-  accumulate_pass(chunks_, accumulate_rows_, cells);
+  for_each_tensor(count, [&](size_t i) {
+    void* main_grad = overwrite && !store ? nullptr : locate(op, main_grads_, i);
+    accumulate_rows_[i] = {overwrite ? nullptr : main_grad, store ? main_grad : nullptr, static_[i].is_double};
+  });
+  accumulate_pass(chunks_, accumulate_rows_, added, cells);
 }
 
 void HotPath::accumulate(const Pieces& pieces, const at::Tensor& weights, const at::Tensor& partials,
                          const at::Tensor& found_inf, bool overwrite, bool store, double norm_type) {
   RECORD_FUNCTION("gradacc_fused::accumulate_", {});
-  take("accumulate_", pieces, weights, !overwrite);
-  run_accumulate(partials, found_inf, store, norm_type, "accumulate_");
+  const Gradients added = take("accumulate_", pieces, weights);
+  run_accumulate("accumulate_", added, partials, found_inf, overwrite, store, norm_type);
 }
 
 void HotPath::norm(const at::Tensor& partials, const at::Tensor& found_inf, double norm_type) {
   RECORD_FUNCTION("gradacc_fused::norm_", {});
-  take("norm_", {}, partials, true);
-  run_accumulate(partials, found_inf, /*store=*/false, norm_type, "norm_");
+  run_accumulate("norm_", Gradients(), partials, found_inf, /*overwrite=*/false, /*store=*/false, norm_type);
 }
 
 void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool stored, const at::Tensor& hyper,
@@ -113,30 +101,34 @@ void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool store
                      max_grad_value);
   if (!step_applies(multiplier, found_inf)) return;
 
-  take("update_", pieces, weights, stored);
-  DensePointers pointers;
-  StepScalars scalars(rule_, hyper.const_data_ptr<double>());
+  const Gradients added = take("update_", pieces, weights);
+  TORCH_CHECK_VALUE(!stored || main_grads_.size() == count, "update_: needs main_grads to read, got none.");
   update_rows_.resize(count);
-  const auto fill = [&](size_t i, UpdateRow& row) {
+  for_each_tensor(count, [&](size_t i) {
     const Static& fixed = static_[i];
+    UpdateRow& row = update_rows_[i] = UpdateRow();
     if (fixed.numel == 0) return;
-    row.gradient = gradients_[i];
     row.is_double = fixed.is_double;
     row.param_dtype = fixed.dtype;
-    row.param = fixed.has_gaps ? pointers.write(params_[i], fixed.strides) : locate("update_", params_, i);
+    if (stored) row.main_grad = locate("update_", main_grads_, i);
+    if (!fixed.has_gaps) row.param = locate("update_", params_, i);
     row.main_param = locate("update_", main_params_, i);
     row.exp_avg = locate("update_", exp_avgs_, i);
     row.exp_avg_sq = locate("update_", exp_avg_sqs_, i);
-  };
-  const auto written = [&] {
-    pointers.finish();
-    const uint8_t* touch = touched.const_data_ptr<uint8_t>();
-    for (size_t i = 0; i < count; ++i) {
-      if (touch[i] && !static_[i].has_gaps) bump_version(params_[i]);
-    }
-  };
-  update_touched(chunks_, update_rows_, scalars, group_ids_, touched, steps_, !exp_avgs_.empty(), multiplier,
-                 max_grad_value, fill, written);
+  });
+  DensePointers pointers;
+  const uint8_t* touch = touched.const_data_ptr<uint8_t>();
+  for (size_t i : with_gaps_) {
+    if (touch[i]) update_rows_[i].param = pointers.write(params_[i], static_[i].strides);
+  }
+  StepScalars scalars(rule_, hyper.const_data_ptr<double>());
+  const std::vector<float> next_steps = update_touched(chunks_, update_rows_, added, scalars, group_ids_, touched,
+                                                       steps_, !exp_avgs_.empty(), multiplier, max_grad_value);
+  pointers.finish();
+  for_each_tensor(count, [&](size_t i) {
+    if (touch[i] && !static_[i].has_gaps) bump_version(params_[i]);
+  });
+  store_steps(steps_, next_steps);
 }
 
 void recorded_clip(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,

@@ -52,21 +52,21 @@ class HotPath {
     list.announce(i);
     return static_[i].numel == 0 ? nullptr : list.write(op, i, static_[i].sizes, static_[i].strides);
   }
-  // Fills gradients_ for one pass.
-  void take(const char* op, const Pieces& pieces, const at::Tensor& weights, bool read_main_grads);
-  void run_accumulate(const at::Tensor& partials, const at::Tensor& found_inf, bool store, double norm_type,
-                      const char* op);
+  // The pieces as one pass reads them.
+  Gradients take(const char* op, const Pieces& pieces, const at::Tensor& weights);
+  void run_accumulate(const char* op, const Gradients& added, const at::Tensor& partials, const at::Tensor& found_inf,
+                      bool overwrite, bool store, double norm_type);
 
   Located params_;
   std::vector<Static> static_;
+  std::vector<size_t> with_gaps_;
   Chunks chunks_;
   at::Tensor group_ids_;
   Located main_grads_, main_params_, exp_avgs_, exp_avg_sqs_;
   at::Tensor steps_;
   Rule rule_ = Rule::kAdamW;
   // Of the pass that runs; kept for their memory.
-  std::vector<Source> sources_;
-  std::vector<Gradient> gradients_;
+  std::vector<const Source*> sources_;
   std::vector<AccumulateRow> accumulate_rows_;
   std::vector<UpdateRow> update_rows_;
 };

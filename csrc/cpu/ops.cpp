@@ -14,7 +14,7 @@ void run_accumulate(const char* op, at::TensorList main_grads, at::TensorList gr
   DensePointers pointers;
   const GradientArguments arguments =
       gradient_arguments(op, main_grads, grads, weights, pointers, /*read_main_grads=*/!overwrite, nullptr);
-  const size_t count = arguments.gradients.size();
+  const size_t count = arguments.main_grads.size();
   TORCH_CHECK_VALUE(!store || !main_grads.empty() || count == 0, op,
                     ": store=True needs main_grads to write to, got none. Pass them, or store=False.");
   const Chunks chunks(arguments.numels);
@@ -22,13 +22,13 @@ void run_accumulate(const char* op, at::TensorList main_grads, at::TensorList gr
 
   std::vector<AccumulateRow> rows(count);
   for (size_t i = 0; i < count; ++i) {
-    rows[i].gradient = arguments.gradients[i];
+    rows[i].main_grad = arguments.main_grads[i];
     rows[i].is_double = arguments.is_double[i];
     if (!store || arguments.numels[i] == 0) continue;
     rows[i].stored = pointers.write(main_grads[i], arguments.strides[i]);
-    if (!overwrite) rows[i].gradient.main_grad = rows[i].stored;
+    if (!overwrite) rows[i].main_grad = rows[i].stored;
   }
-  accumulate_pass(chunks, rows, cells);
+  accumulate_pass(chunks, rows, arguments.added, cells);
   pointers.finish();
 }
 
@@ -84,19 +84,24 @@ void update_op(at::TensorList params, at::TensorList main_params, at::TensorList
   if (!step_applies(multiplier, found_inf)) return;
   std::vector<UpdateRow> rows(count);
   StepScalars scalars(rule, hyper.const_data_ptr<double>());
-  const auto fill = [&](size_t i, UpdateRow& row) {
-    if (arguments.numels[i] == 0) return;
+  const uint8_t* touch = touched.const_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (!touch[i] || arguments.numels[i] == 0) continue;
+    UpdateRow& row = rows[i];
     const auto& strides = arguments.strides[i];
-    row.gradient = arguments.gradients[i];
+    row.main_grad = arguments.main_grads[i];
     row.is_double = arguments.is_double[i];
     row.param = pointers.write(params[i], strides);
     row.param_dtype = element_dtype(params[i].scalar_type());
     if (!main_params.empty() && main_params[i].numel() > 0) row.main_param = pointers.write(main_params[i], strides);
     if (!exp_avgs.empty()) row.exp_avg = pointers.write(exp_avgs[i], strides);
     if (!exp_avg_sqs.empty()) row.exp_avg_sq = pointers.write(exp_avg_sqs[i], strides);
-  };
-  update_touched(Chunks(arguments.numels), rows, scalars, group_ids, touched, steps, !exp_avgs.empty(), multiplier,
-                 max_grad_value, fill, [&] { pointers.finish(); });
+  }
+  const std::vector<float> next_steps =
+      update_touched(Chunks(arguments.numels), rows, arguments.added, scalars, group_ids, touched, steps,
+                     !exp_avgs.empty(), multiplier, max_grad_value);
+  pointers.finish();
+  store_steps(steps, next_steps);
 }
 
 }  // namespace

@@ -16,10 +16,10 @@
 
 namespace gradacc {
 
-GRADACC_INLINE void prefetch(const Gradient& gradient, int64_t start, int64_t n, int64_t math_bytes) {
-  prefetch(gradient.main_grad, start, n, math_bytes);
-  for (int64_t j = 0; j < gradient.m; ++j) {
-    prefetch(gradient.sources[j].data, start, n, element_bytes(gradient.sources[j].dtype));
+GRADACC_INLINE void prefetch(const Gradients& added, int64_t tensor, int64_t start, int64_t n) {
+  for (int64_t j = 0; j < added.m; ++j) {
+    const Source& source = added.sources[j][tensor];
+    prefetch(source.data, start, n, element_bytes(source.dtype));
   }
 }
 
@@ -28,20 +28,21 @@ GRADACC_INLINE void prefetch(const Gradient& gradient, int64_t start, int64_t n,
 constexpr int64_t kShort = 1024, kChunksAhead = 4;
 
 struct AccumulateRow {
-  Gradient gradient;
+  const void* main_grad = nullptr;  // Math[], or nullptr: the sum starts from zero
   void* stored = nullptr;  // Math[], or nullptr: the sum is not stored
   bool is_double = false;  // math dtype
 };
 
 GRADACC_INLINE void prefetch(const AccumulateRow& row, int64_t start, int64_t n) {
-  prefetch(row.gradient, start, n, row.is_double ? sizeof(double) : sizeof(float));
+  prefetch(row.main_grad, start, n, row.is_double ? sizeof(double) : sizeof(float));
 }
 
 // rows: one per tensor. Chunk k's norm goes to the cells' partial k, where a norm is wanted.
-void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, NormCells& cells);
+void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, const Gradients& added,
+                     NormCells& cells);
 
 struct UpdateRow {
-  Gradient gradient;
+  const void* main_grad = nullptr;  // Math[], or nullptr: the gradient starts from zero
   void* param = nullptr;       // nullptr: not touched in this window
   void* main_param = nullptr;  // Math[], or nullptr: the parameter itself is read and written
   void* exp_avg = nullptr;     // Math[]; sgd: momentum buffer, or nullptr
@@ -54,7 +55,7 @@ struct UpdateRow {
 GRADACC_INLINE void prefetch(const UpdateRow& row, int64_t start, int64_t n) {
   if (!row.param) return;
   const int64_t math_bytes = row.is_double ? sizeof(double) : sizeof(float);
-  prefetch(row.gradient, start, n, math_bytes);
+  prefetch(row.main_grad, start, n, math_bytes);
   prefetch(row.main_param, start, n, math_bytes);
   prefetch(row.exp_avg, start, n, math_bytes);
   prefetch(row.exp_avg_sq, start, n, math_bytes);
@@ -62,10 +63,12 @@ GRADACC_INLINE void prefetch(const UpdateRow& row, int64_t start, int64_t n) {
 }
 
 template <typename Rows>
-GRADACC_INLINE void prefetch_ahead(const Chunks& chunks, int64_t k, const Rows& rows) {
+GRADACC_INLINE void prefetch_ahead(const Chunks& chunks, int64_t k, const Rows& rows, const Gradients& added) {
   if (k + kChunksAhead >= static_cast<int64_t>(chunks.size())) return;
   const Chunk& chunk = chunks[k + kChunksAhead];
-  if (chunk.numel < kShort) prefetch(rows[chunk.tensor], chunk.start, chunk.numel);
+  if (chunk.numel >= kShort) return;
+  prefetch(rows[chunk.tensor], chunk.start, chunk.numel);
+  prefetch(added, chunk.tensor, chunk.start, chunk.numel);
 }
 
 // Step counts, and the scalars that follow from them: computed once for all tensors of a group with the same step.
@@ -108,34 +111,38 @@ class StepScalars {
 };
 
 // multiplier: finite; multiplies the gradient. max_grad_value: bound of its elements after that, inf for none.
-void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const StepScalars& scalars,
-                 double multiplier, double max_grad_value);
+void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const Gradients& added,
+                 const StepScalars& scalars, double multiplier, double max_grad_value);
 
 // Whether a step may write anything: no gradient was found not finite, and the multiplier is.
 inline bool step_applies(const at::Tensor& multiplier, const at::Tensor& found_inf) {
   return NormCells::get_cell(found_inf) == 0.0 && std::isfinite(NormCells::get_cell(multiplier));
 }
 
-// The update of a step that applies: counts it for the touched tensors, fills their rows and runs the pass.
-// fill(i, row): everything of a row but its scalars; leaves `param` unset where there are no elements. written(): what
-// is left to do once the pass has run, before the steps are stored.
-template <typename Fill, typename Written>
-void update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, StepScalars& scalars,
-                    const at::Tensor& group_ids, const at::Tensor& touched, const at::Tensor& steps, bool with_buffer,
-                    const at::Tensor& multiplier, double max_grad_value, const Fill& fill, const Written& written) {
-  float* step = steps.mutable_data_ptr<float>();
+// The update of a step that applies: counts it for the touched tensors, then runs the pass.
+// rows: filled but for their scalars; those of other tensors lose their parameter.
+// Returns the steps to store once everything is written.
+inline std::vector<float> update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, const Gradients& added,
+                                         StepScalars& scalars, const at::Tensor& group_ids, const at::Tensor& touched,
+                                         const at::Tensor& steps, bool with_buffer, const at::Tensor& multiplier,
+                                         double max_grad_value) {
+  const float* step = steps.const_data_ptr<float>();
   const int32_t* group = group_ids.const_data_ptr<int32_t>();
   const uint8_t* touch = touched.const_data_ptr<uint8_t>();
   std::vector<float> next_steps(step, step + rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i] = UpdateRow();
-    if (!touch[i]) continue;
-    rows[i].scalars = scalars.advance(group[i], next_steps[i], with_buffer);
-    fill(i, rows[i]);
+    if (touch[i]) {
+      rows[i].scalars = scalars.advance(group[i], next_steps[i], with_buffer);
+    } else {
+      rows[i].param = nullptr;
+    }
   }
-  update_pass(chunks, rows, scalars, NormCells::get_cell(multiplier), max_grad_value);
-  written();
-  std::copy(next_steps.begin(), next_steps.end(), step);
+  update_pass(chunks, rows, added, scalars, NormCells::get_cell(multiplier), max_grad_value);
+  return next_steps;
+}
+
+inline void store_steps(const at::Tensor& steps, const std::vector<float>& next_steps) {
+  std::copy(next_steps.begin(), next_steps.end(), steps.mutable_data_ptr<float>());
   bump_version(steps);
 }
 

@@ -17,7 +17,6 @@ GRADACC_INLINE void load_elements(Math* tile, const Element* source, int64_t n) 
   for (int64_t i = 0; i < n; ++i) tile[i] = static_cast<Math>(widen(source[i]));
 }
 
-GRADACC_INLINE bool exponent_full(float value) { return (to_bits(value) & 0x7f800000u) == 0x7f800000u; }
 GRADACC_INLINE bool exponent_full(double value) {
   return (to_bits(value) & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
@@ -25,28 +24,26 @@ GRADACC_INLINE bool exponent_full(double value) {
 // Sum of squares or maximum magnitude of a chunk in fp64, with the check for non-finite elements.
 struct ChunkNorm {
   alignas(64) double lanes[kLanes] = {};
-  bool nonfinite = false;
+  bool nonfinite = false;  // complete once finish() was called
 
   template <typename Simd, typename Math>
   GRADACC_INLINE void add_tile(const Math* tile, int64_t n, NormKind kind) {
     const int64_t whole = n - n % kLanes;
-    if (kind == NormKind::kTwo && sizeof(Math) == sizeof(float)) {
-      nonfinite |= Simd::add_squares(reinterpret_cast<const float*>(tile), whole, lanes);
-      for (int64_t i = whole; i < n; ++i) {
-        nonfinite |= exponent_full(tile[i]);
-        add(static_cast<int>(i - whole), tile[i], kind);
-      }
-      return;
+    int64_t i = 0;
+    if constexpr (sizeof(Math) == sizeof(float)) {
+      if (kind == NormKind::kTwo) Simd::add_squares(tile, i = whole, lanes);
+    } else {
+      for (int64_t k = 0; k < n; ++k) nonfinite |= exponent_full(tile[k]);
     }
-    for (int64_t i = 0; i < n; ++i) nonfinite |= exponent_full(tile[i]);
-    for (int64_t i = 0; i < whole; i += kLanes) {
+    for (; i < whole; i += kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) add(lane, tile[i + lane], kind);
     }
-    for (int64_t i = whole; i < n; ++i) add(static_cast<int>(i - whole), tile[i], kind);
+    for (; i < n; ++i) add(static_cast<int>(i - whole), tile[i], kind);
   }
 
   // Halves the lanes until one is left: a fixed tree.
-  GRADACC_INLINE double finish(NormKind kind) const {
+  template <typename Math>
+  GRADACC_INLINE double finish(NormKind kind) {
     double folded[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) folded[lane] = lanes[lane];
     for (int width = kLanes / 2; width > 0; width /= 2) {
@@ -55,6 +52,7 @@ struct ChunkNorm {
         folded[lane] = kind == NormKind::kTwo ? folded[lane] + other : larger(folded[lane], other);
       }
     }
+    if (sizeof(Math) == sizeof(float)) nonfinite = exponent_full(folded[0]);
     return folded[0];
   }
 

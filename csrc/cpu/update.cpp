@@ -11,6 +11,7 @@ namespace {
 
 struct UpdateArgs {
   const UpdateRow& row;
+  const Gradients& added;
   const Chunk& chunk;
   const StepScalars& scalars;
   Isa isa;
@@ -37,16 +38,15 @@ GRADACC_INLINE Math scaled_and_clamped(const Tile<Math>& tile, int64_t i) {
   return value < -tile.bound ? -tile.bound : value;
 }
 
-// Elements first to first + count. copies: the low-precision parameter, written from the updated value; NoCopy: there
-// is none.
+// Elements 0 to n. copies: the low-precision parameter, written from the updated value; NoCopy: there is none.
 template <bool kL2, typename Math, typename Copy>
-GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t first, int64_t count, Rule rule,
+GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t n, Rule rule,
                                     const RuleScalars<Math>& scalars) {
   const Tile<Math> tile = in;  // of its own: no store in the loop can change it
   const RuleScalars<Math> s = scalars;
   const auto each = [&](auto&& rule_of_one) __attribute__((always_inline)) {
     GRADACC_INDEPENDENT
-    for (int64_t i = first; i < first + count; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
       Math param = tile.param[i];
       rule_of_one(param, scaled_and_clamped(tile, i), i);
       tile.param[i] = param;
@@ -64,51 +64,83 @@ GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t 
   }
 }
 
-// Elements 0 to n of a tile. A whole one goes block by block, and each asks for what the next tile will read.
-template <bool kL2, typename Math, typename Copy>
-GRADACC_INLINE void update_tile(const Tile<Math>& tile, const Gradient& gradient, int64_t start, int64_t n,
-                                Copy* copies, Rule rule, const RuleScalars<Math>& s) {
-  if (n != kTile) return update_elements<kL2>(tile, copies, 0, n, rule, s);
-  for (int64_t block = 0; block < kTile; block += kBlock) {
-    prefetch(gradient, start + block + kAhead, kBlock, sizeof(Math));
-    read_ahead(tile.param + block);
-    if (tile.exp_avg) read_ahead(tile.exp_avg + block);
-    if (tile.exp_avg_sq) read_ahead(tile.exp_avg_sq + block);
-    update_elements<kL2>(tile, copies, block, kBlock, rule, s);
+// Elements 0 to n of what `whole` points at, their gradients those of the run. Whole blocks also ask for what the block
+// kAhead elements behind them needs.
+template <bool kL2, typename OneRun, typename Math, typename Copy>
+GRADACC_INLINE void update_run(const OneRun& from, const Tile<Math>& whole, Copy* copies, int64_t n, Rule rule,
+                               const RuleScalars<Math>& scalars) {
+  const OneRun run = from;
+  alignas(64) Math grad[kBlock];
+  const auto block = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < count; ++i) grad[i] = run.sum(first + i);
+    const Tile<Math> tile{grad,
+                          whole.param + first,
+                          whole.exp_avg ? whole.exp_avg + first : nullptr,
+                          whole.exp_avg_sq ? whole.exp_avg_sq + first : nullptr,
+                          whole.multiplier,
+                          whole.bound};
+    update_elements<kL2>(tile, copies ? copies + first : nullptr, count, rule, scalars);
+  };
+  int64_t i = 0;
+  for (; n - i >= kBlock; i += kBlock) {
+    run.ask_ahead(i);
+    read_ahead(whole.param + i);
+    if (whole.exp_avg) read_ahead(whole.exp_avg + i);
+    if (whole.exp_avg_sq) read_ahead(whole.exp_avg_sq + i);
+    if constexpr (!std::is_same_v<Copy, NoCopy>) read_ahead(copies + i);
+    block(i, kBlock);
   }
+  if (i < n) block(i, n - i);
 }
 
 // Copy: the parameter's type where the value that is updated lies elsewhere, else NoCopy.
 template <typename Math, typename Copy>
 GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
+  constexpr bool kCopies = !std::is_same_v<Copy, NoCopy>;
+  using Element = std::conditional_t<kCopies, Copy, Math>;  // what gradients usually are
   const UpdateRow& row = args.row;
   const RuleScalars<Math> scalars = args.scalars.of<Math>(row.scalars);
-  const Rule rule = args.scalars.rule();
-  const GatherTile<Math>* gather = gather_tile<Math>(args.isa);
-  alignas(64) Math grad[kTile];
-  alignas(64) Math widened[kTile];
-  constexpr bool kCopies = !std::is_same_v<Copy, NoCopy>;
+  const Gradient gradient{row.main_grad, args.added, args.chunk.tensor};
+  const auto at = [&](void* array, int64_t start) __attribute__((always_inline)) {
+    return array ? static_cast<Math*>(array) + start : nullptr;
+  };
   Math* values = static_cast<Math*>(kCopies ? row.main_param : row.param);
-  Math* exp_avg = static_cast<Math*>(row.exp_avg);
-  Math* exp_avg_sq = static_cast<Math*>(row.exp_avg_sq);
-  for_tiles(args.chunk.start, args.chunk.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
-    gather(grad, row.gradient, start, n, /*ahead=*/false);
-    Copy* copies = nullptr;
-    if constexpr (kCopies) {
-      copies = static_cast<Copy*>(row.param) + start;
-      if (!values) load_elements(widened, static_cast<const Copy*>(row.param) + start, n);
-    }
-    const Tile<Math> tile{grad,
-                          values ? values + start : widened,
-                          exp_avg ? exp_avg + start : nullptr,
-                          exp_avg_sq ? exp_avg_sq + start : nullptr,
+  const auto update = [&](const auto& run, Math* param, int64_t start, int64_t n) __attribute__((always_inline)) {
+    const Tile<Math> tile{nullptr,
+                          param,
+                          at(row.exp_avg, start),
+                          at(row.exp_avg_sq, start),
                           static_cast<Math>(args.multiplier) * scalars.sign,
                           static_cast<Math>(args.max_grad_value)};
+    Copy* copies = kCopies ? static_cast<Copy*>(row.param) + start : nullptr;
     if (scalars.weight_decay != Math(0)) {
-      update_tile<true>(tile, row.gradient, start, n, copies, rule, scalars);
+      update_run<true>(run, tile, copies, n, args.scalars.rule(), scalars);
     } else {
-      update_tile<false>(tile, row.gradient, start, n, copies, rule, scalars);
+      update_run<false>(run, tile, copies, n, args.scalars.rule(), scalars);
     }
+  };
+
+  // A single run of the usual type: its sums need not be put down.
+  const int64_t start = args.chunk.start, numel = args.chunk.numel;
+  if constexpr (sizeof(Math) == sizeof(float)) {
+    int64_t j = 0, taken[kRun];
+    const int count = gradient.take(j, taken, kRun);
+    const bool usual = count == 0 || gradient.source(taken[0]).dtype == dtype_of<Element>();
+    if (values && usual && gradient.none_left(j)) {
+      const Math* base = row.main_grad ? static_cast<const Math*>(row.main_grad) + start : nullptr;
+      return with_run<kRun, Element>(count, base, gradient, taken, start, [&](const auto& run) __attribute__((
+          always_inline)) { update(run, values + start, start, numel); });
+    }
+  }
+  alignas(64) Math grad[kTile];
+  alignas(64) Math widened[kTile];
+  const GatherTile<Math>* gather = gather_tile<Math>(args.isa);
+  for_tiles(start, numel, [&](int64_t from, int64_t n) __attribute__((always_inline)) {
+    gather(grad, gradient, from, n);
+    if constexpr (kCopies) {
+      if (!values) load_elements(widened, static_cast<const Copy*>(row.param) + from, n);
+    }
+    update(Run<0, true, Math, Math>(grad, gradient, nullptr, 0), values ? values + from : widened, from, n);
   });
 }
 
@@ -135,14 +167,14 @@ constexpr IsaLoops<void(const UpdateArgs&)> kUpdate{update_plain, update_avx2, u
 
 }  // namespace
 
-void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const StepScalars& scalars,
-                 double multiplier, double max_grad_value) {
+void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const Gradients& added,
+                 const StepScalars& scalars, double multiplier, double max_grad_value) {
   const Isa isa = current_isa();
   const auto loop = kUpdate.of(isa);
   chunks.for_each([&](int64_t k) {
     const UpdateRow& row = rows[chunks[k].tensor];
-    prefetch_ahead(chunks, k, rows);
-    if (row.param) loop({row, chunks[k], scalars, isa, multiplier, max_grad_value});
+    prefetch_ahead(chunks, k, rows, added);
+    if (row.param) loop({row, added, chunks[k], scalars, isa, multiplier, max_grad_value});
   });
 }
 
