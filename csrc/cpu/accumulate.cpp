@@ -19,12 +19,28 @@ struct AccumulateArgs {
   std::atomic<int>* nonfinite;
 };
 
+// Adds the squares of a sum that nobody stores, without putting it down; false: it is none of a single run.
+template <typename Simd>
+GRADACC_INLINE bool add_squares(const Gradient& gradient, int64_t start, int64_t numel, ChunkNorm& norm) {
+  int64_t j = 0, taken[kRun];
+  const int count = gradient.take(j, taken, kRun);
+  if (!gradient.none_left(j)) return false;
+  const float* base = gradient.main_grad ? static_cast<const float*>(gradient.main_grad) + start : nullptr;
+  const Dtype dtype = count > 0 ? gradient.source(taken[0]).dtype : Dtype::kFloat32;
+  const auto body = [&](const auto& run) __attribute__((always_inline)) { norm.add_run<Simd>(run, numel); };
+  GRADACC_BY_DTYPE(dtype, (with_run<kRun, Element>(count, base, gradient, taken, start, body)))
+  return true;
+}
+
 template <typename Simd, typename Math>
-GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
-  alignas(64) Math tile[kTile];
-  ChunkNorm norm;
-  Math* stored = static_cast<Math*>(args.row.stored);
+GRADACC_INLINE void accumulate_tiles(const AccumulateArgs& args, ChunkNorm& norm) {
   const Gradient gradient{args.row.main_grad, args.added, args.chunk.tensor};
+  if constexpr (sizeof(Math) == sizeof(float)) {
+    const bool squares = args.partial && !args.row.stored && args.kind == NormKind::kTwo;
+    if (squares && add_squares<Simd>(gradient, args.chunk.start, args.chunk.numel, norm)) return;
+  }
+  alignas(64) Math tile[kTile];
+  Math* stored = static_cast<Math*>(args.row.stored);
   const GatherTile<Math>* gather = gather_tile<Math>(args.isa);
   const bool stream = args.stream && reinterpret_cast<uintptr_t>(stored) % kLine == 0;
   for_tiles(args.chunk.start, args.chunk.numel, [&](int64_t start, int64_t n) __attribute__((always_inline)) {
@@ -37,6 +53,12 @@ GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
     if (args.partial) norm.add_tile<Simd>(sum, n, args.kind);
   });
   if (stream) stream_fence();
+}
+
+template <typename Simd, typename Math>
+GRADACC_INLINE void accumulate_chunk(const AccumulateArgs& args) {
+  ChunkNorm norm;
+  accumulate_tiles<Simd, Math>(args, norm);
   if (args.partial) {
     *args.partial = norm.finish<Math>(args.kind);
     if (norm.nonfinite) args.nonfinite->store(1, std::memory_order_relaxed);

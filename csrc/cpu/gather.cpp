@@ -4,22 +4,20 @@ namespace gradacc {
 namespace {
 
 // Elements 0 to n of a run into the tile, which may be the run's base.
-template <typename OneRun, typename Math>
+template <typename Simd, typename OneRun, typename Math>
 GRADACC_INLINE void gather_run(Math* tile, const OneRun& from, int64_t n) {
   const OneRun run = from;  // of its own: no store in the loop can change it
-  const auto add = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
-    GRADACC_INDEPENDENT
-    for (int64_t i = first; i < first + count; ++i) tile[i] = run.sum(i);
-  };
-  if (n != kTile) return add(0, n);
-  for (int64_t block = 0; block < kTile; block += kBlock) {
-    run.ask_ahead(block);
-    add(block, kBlock);
+  int64_t i = 0;
+  for (; n - i >= kBlock; i += kBlock) {
+    run.ask_ahead(i);
+    Simd::sum_block(tile + i, run, i);
   }
+  GRADACC_INDEPENDENT
+  for (int64_t k = i; k < n; ++k) tile[k] = run.sum(k);
 }
 
 // Run by run. A run's length changes no bit: the fmas of an element are the same ones in the same order.
-template <typename Math>
+template <typename Simd, typename Math>
 GRADACC_INLINE void gather(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
   constexpr int kMost = sizeof(Math) == sizeof(float) ? kRun : 1;  // fp64 is too rare for loops of its own
   const Math* base = gradient.main_grad ? static_cast<const Math*>(gradient.main_grad) + start : nullptr;
@@ -28,7 +26,7 @@ GRADACC_INLINE void gather(Math* tile, const Gradient& gradient, int64_t start, 
     const int count = gradient.take(j, taken, kMost);
     if (count == 0 && base == tile) return;
     const Dtype dtype = count > 0 ? gradient.source(taken[0]).dtype : Dtype::kFloat32;
-    const auto body = [&](const auto& run) __attribute__((always_inline)) { gather_run(tile, run, n); };
+    const auto body = [&](const auto& run) __attribute__((always_inline)) { gather_run<Simd>(tile, run, n); };
     GRADACC_BY_DTYPE(dtype, (with_run<kMost, Element>(count, base, gradient, taken, start, body)))
     base = tile;
   } while (j < gradient.added.m);
@@ -36,15 +34,15 @@ GRADACC_INLINE void gather(Math* tile, const Gradient& gradient, int64_t start, 
 
 template <typename Math>
 void gather_plain(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
-  gather(tile, gradient, start, n);
+  gather<Plain>(tile, gradient, start, n);
 }
 template <typename Math>
 GRADACC_TARGET_AVX2 void gather_avx2(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
-  gather(tile, gradient, start, n);
+  gather<Avx2>(tile, gradient, start, n);
 }
 template <typename Math>
 GRADACC_TARGET_AVX512 void gather_avx512(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
-  gather(tile, gradient, start, n);
+  gather<Avx512>(tile, gradient, start, n);
 }
 
 }  // namespace

@@ -1,113 +1,12 @@
-// The accumulated gradient of a tile: m micro-batches in order, one fused multiply-add each. The one place where
-// gradients are summed; every pass calls it.
+// The accumulated gradient of a tile, for the passes that need its sums in memory.
 #pragma once
 
-#include <cstdint>
-
-#include "../update_math.h"
-#include "element.h"
 #include "isa.h"
-#include "simd.h"
+#include "run.h"
 
 namespace gradacc {
 
 constexpr int64_t kTile = 256;  // elements of a tile; kChunk is a multiple of it
-constexpr int kRun = 4;         // micro-batches that are summed in one loop
-
-// One micro-batch's gradient of one tensor.
-struct Source {
-  const void* data = nullptr;  // nullptr: the micro-batch did not reach this parameter
-  Dtype dtype = Dtype::kFloat32;
-};
-
-// m micro-batches' gradients of a list of tensors.
-struct Gradients {
-  const Source* const* sources = nullptr;  // [m][tensors]
-  const double* weights = nullptr;         // [m]
-  int64_t m = 0;
-};
-
-// One tensor's accumulated gradient: main_grad (or zero) plus those micro-batches that reached it and weigh something.
-struct Gradient {
-  const void* main_grad;  // Math[numel], or nullptr: starts from zero
-  const Gradients& added;
-  int64_t tensor;
-
-  const Source& source(int64_t j) const { return added.sources[j][tensor]; }
-  bool counts(int64_t j) const { return added.weights[j] != 0.0 && source(j).data; }
-  // The next micro-batches that count, from `j` on: at most `most`, all of one dtype. Moves j behind them.
-  int take(int64_t& j, int64_t* taken, int most) const {
-    int count = 0;
-    for (; j < added.m && count < most; ++j) {
-      if (!counts(j)) continue;
-      if (count > 0 && source(j).dtype != source(taken[0]).dtype) break;
-      taken[count++] = j;
-    }
-    return count;
-  }
-  // Whether none counts from `j` on.
-  bool none_left(int64_t j) const {
-    for (; j < added.m; ++j) {
-      if (counts(j)) return false;
-    }
-    return true;
-  }
-};
-
-// kCount micro-batches of one dtype on top of a sum so far: what their elements add up to.
-template <int kCount, bool kFromBase, typename Element, typename Math>
-struct Run {
-  const Math* base;
-  const Element* elements[kCount + 1];
-  Math weights[kCount + 1];
-
-  // Element 0 of the run is element `start` of the gradient and element 0 of base.
-  GRADACC_INLINE Run(const Math* base, const Gradient& gradient, const int64_t* taken, int64_t start) : base(base) {
-    for (int k = 0; k < kCount; ++k) {
-      elements[k] = static_cast<const Element*>(gradient.source(taken[k]).data) + start;
-      weights[k] = static_cast<Math>(gradient.added.weights[taken[k]]);
-    }
-  }
-
-  GRADACC_INLINE Math sum(int64_t i) const {
-    Math sum = kFromBase ? base[i] : Math(0);
-    for (int k = 0; k < kCount; ++k) {
-      sum = fused_multiply_add(weights[k], static_cast<Math>(widen(elements[k][i])), sum);
-    }
-    return sum;
-  }
-
-  // Asks for what the block that lies kAhead elements behind this one reads.
-  GRADACC_INLINE void ask_ahead(int64_t block) const {
-    for (int k = 0; k < kCount; ++k) read_ahead(elements[k] + block);
-    if (kFromBase) read_ahead(base + block);
-  }
-};
-
-// Calls body(run) with the run of `count` micro-batches, 0 to kMost of them, all of type Element.
-template <int kMost, typename Element, typename Math, typename Body>
-GRADACC_INLINE void with_run(int count, const Math* base, const Gradient& gradient, const int64_t* taken, int64_t start,
-                             const Body& body) {
-  static_assert(kMost <= kRun, "a case for each count");
-#define GRADACC_RUN(COUNT)                                                      \
-  case COUNT:                                                                   \
-    if constexpr (COUNT <= kMost) {                                             \
-      if (base) {                                                               \
-        body(Run<COUNT, true, Element, Math>(base, gradient, taken, start));    \
-      } else {                                                                  \
-        body(Run<COUNT, false, Element, Math>(nullptr, gradient, taken, start)); \
-      }                                                                         \
-    }                                                                           \
-    return;
-  switch (count) {
-    GRADACC_RUN(0)
-    GRADACC_RUN(1)
-    GRADACC_RUN(2)
-    GRADACC_RUN(3)
-    GRADACC_RUN(4)
-  }
-#undef GRADACC_RUN
-}
 
 // tile[i] = main_grad[i] (or 0), then fma(weight, gradient[i], tile[i]) per micro-batch that counts; elements start to
 // start + n, n <= kTile. Asks for what the next tile will read.

@@ -41,6 +41,15 @@ struct ChunkNorm {
     for (; i < n; ++i) add(static_cast<int>(i - whole), tile[i], kind);
   }
 
+  // Elements 0 to n of a run's sums, kind kTwo.
+  template <typename Simd, typename Run>
+  GRADACC_INLINE void add_run(const Run& from, int64_t n) {
+    const Run run = from;
+    const int64_t whole = n - n % kBlock;
+    Simd::add_squares_of(run, whole, lanes);
+    for (int64_t i = whole; i < n; ++i) add(static_cast<int>((i - whole) % kLanes), run.sum(i), NormKind::kTwo);
+  }
+
   // Halves the lanes until one is left: a fixed tree.
   template <typename Math>
   GRADACC_INLINE double finish(NormKind kind) {

@@ -66,13 +66,12 @@ GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t 
 
 // Elements 0 to n of what `whole` points at, their gradients those of the run. Whole blocks also ask for what the block
 // kAhead elements behind them needs.
-template <bool kL2, typename OneRun, typename Math, typename Copy>
+template <typename Simd, bool kL2, typename OneRun, typename Math, typename Copy>
 GRADACC_INLINE void update_run(const OneRun& from, const Tile<Math>& whole, Copy* copies, int64_t n, Rule rule,
                                const RuleScalars<Math>& scalars) {
   const OneRun run = from;
   alignas(64) Math grad[kBlock];
-  const auto block = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
-    for (int64_t i = 0; i < count; ++i) grad[i] = run.sum(first + i);
+  const auto update = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     const Tile<Math> tile{grad,
                           whole.param + first,
                           whole.exp_avg ? whole.exp_avg + first : nullptr,
@@ -88,13 +87,16 @@ GRADACC_INLINE void update_run(const OneRun& from, const Tile<Math>& whole, Copy
     if (whole.exp_avg) read_ahead(whole.exp_avg + i);
     if (whole.exp_avg_sq) read_ahead(whole.exp_avg_sq + i);
     if constexpr (!std::is_same_v<Copy, NoCopy>) read_ahead(copies + i);
-    block(i, kBlock);
+    Simd::sum_block(grad, run, i);
+    update(i, kBlock);
   }
-  if (i < n) block(i, n - i);
+  if (i == n) return;
+  for (int64_t k = 0; k < n - i; ++k) grad[k] = run.sum(i + k);
+  update(i, n - i);
 }
 
 // Copy: the parameter's type where the value that is updated lies elsewhere, else NoCopy.
-template <typename Math, typename Copy>
+template <typename Simd, typename Math, typename Copy>
 GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   constexpr bool kCopies = !std::is_same_v<Copy, NoCopy>;
   using Element = std::conditional_t<kCopies, Copy, Math>;  // what gradients usually are
@@ -114,9 +116,9 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
                           static_cast<Math>(args.max_grad_value)};
     Copy* copies = kCopies ? static_cast<Copy*>(row.param) + start : nullptr;
     if (scalars.weight_decay != Math(0)) {
-      update_run<true>(run, tile, copies, n, args.scalars.rule(), scalars);
+      update_run<Simd, true>(run, tile, copies, n, args.scalars.rule(), scalars);
     } else {
-      update_run<false>(run, tile, copies, n, args.scalars.rule(), scalars);
+      update_run<Simd, false>(run, tile, copies, n, args.scalars.rule(), scalars);
     }
   };
 
@@ -144,25 +146,26 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   });
 }
 
+template <typename Simd>
 GRADACC_INLINE void update_any(const UpdateArgs& args) {
   const bool separate = args.row.main_param != nullptr;
   if (args.row.is_double) {
-    separate ? update_chunk<double, double>(args) : update_chunk<double, NoCopy>(args);
+    separate ? update_chunk<Simd, double, double>(args) : update_chunk<Simd, double, NoCopy>(args);
     return;
   }
   switch (args.row.param_dtype) {
     case Dtype::kBFloat16:
-      return update_chunk<float, BFloat16>(args);
+      return update_chunk<Simd, float, BFloat16>(args);
     case Dtype::kFloat16:
-      return update_chunk<float, Float16>(args);
+      return update_chunk<Simd, float, Float16>(args);
     default:
-      return separate ? update_chunk<float, float>(args) : update_chunk<float, NoCopy>(args);
+      return separate ? update_chunk<Simd, float, float>(args) : update_chunk<Simd, float, NoCopy>(args);
   }
 }
 
-void update_plain(const UpdateArgs& args) { update_any(args); }
-GRADACC_TARGET_AVX2 void update_avx2(const UpdateArgs& args) { update_any(args); }
-GRADACC_TARGET_AVX512 void update_avx512(const UpdateArgs& args) { update_any(args); }
+void update_plain(const UpdateArgs& args) { update_any<Plain>(args); }
+GRADACC_TARGET_AVX2 void update_avx2(const UpdateArgs& args) { update_any<Avx2>(args); }
+GRADACC_TARGET_AVX512 void update_avx512(const UpdateArgs& args) { update_any<Avx512>(args); }
 constexpr IsaLoops<void(const UpdateArgs&)> kUpdate{update_plain, update_avx2, update_avx512};
 
 }  // namespace
