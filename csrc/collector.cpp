@@ -18,11 +18,26 @@
 
 namespace gradacc {
 
+namespace {
+
+// A walk over a list asks for what it will read a few tensors further on, each step by the pointer that the one before
+// has asked for.
+void ask(const void* object, int lines) { prefetch(object, 0, lines, kLine); }
+
+}  // namespace
+
+Piece::Piece(std::shared_ptr<PieceMemory> memory, size_t count) : memory_(std::move(memory)) {
+  PieceMemory::Lists lists = memory_->take();
+  grads = std::move(lists.grads);
+  sources = std::move(lists.sources);
+  grads.resize(count);
+  sources.assign(count, Source());
+}
+
 Piece::~Piece() {
-  // Asks for what freeing a gradient reads, each step by the pointer that the one before has asked for.
+  // Asks for what freeing a gradient reads.
   constexpr size_t kStep = 6;
   const size_t count = grads.size();
-  const auto ask = [](const void* object, int lines) { prefetch(object, 0, lines, kLine); };
   for (size_t k = 0; k < count; ++k) {
     if (k + 3 * kStep < count && grads[k + 3 * kStep].defined()) ask(grads[k + 3 * kStep].unsafeGetTensorImpl(), 3);
     if (k + 2 * kStep < count) {
@@ -34,6 +49,7 @@ Piece::~Piece() {
     }
     grads[k].reset();
   }
+  memory_->give_back({std::move(grads), std::move(sources)});
 }
 
 struct BackwardWatch::State {
@@ -99,6 +115,9 @@ Collector::Collector(std::vector<at::Tensor> params, std::vector<bool> active, a
       active_index_.push_back(static_cast<int64_t>(i));
       strides_.push_back(dense_strides(params_[i]));
     }
+    PyObject* wrapper = THPVariable_Wrap(params_[i]);  // it lives as long as its tensor
+    wrappers_.push_back(wrapper);
+    Py_DECREF(wrapper);
     sizes_.push_back(params_[i].sizes().vec());
     dtypes_.push_back(params_[i].scalar_type());
   }
@@ -157,10 +176,8 @@ bool all_ours(const std::vector<at::Tensor>& grads) {
 }  // namespace
 
 void Collector::announce(size_t k, size_t count) const {
-  // Each step follows the pointer that the one before has asked for.
   constexpr size_t kStep = 6;
   const auto param = [this](size_t i) { return params_[active_index_[i]].unsafeGetTensorImpl(); };
-  const auto ask = [](const void* object, int lines) { prefetch(object, 0, lines, kLine); };
   if (k + 4 * kStep < count) ask(param(k + 4 * kStep), 1);
   if (k + 3 * kStep < count) ask(param(k + 3 * kStep)->autograd_meta(), 2);
   if (k + 2 * kStep < count) {
@@ -173,15 +190,13 @@ void Collector::announce(size_t k, size_t count) const {
   }
 }
 
-void Collector::announce_param(size_t k) const {
+void Collector::announce_param(size_t i) const {
   constexpr size_t kStep = 8;
-  if (k + 2 * kStep < active_index_.size()) {
-    prefetch(params_[active_index_[k + 2 * kStep]].unsafeGetTensorImpl(), 0, 2, kLine);
-  }
-  if (k + kStep < active_index_.size()) {
-    const at::Tensor& param = params_[active_index_[k + kStep]];
-    if (param.has_storage()) prefetch(param.storage().unsafeGetStorageImpl(), 0, 2, kLine);
-  }
+  if (i + 2 * kStep < params_.size()) ask(params_[i + 2 * kStep].unsafeGetTensorImpl(), 3);
+  if (i + kStep >= params_.size()) return;
+  const at::Tensor& param = params_[i + kStep];
+  ask(param.unsafeGetTensorImpl()->autograd_meta(), 1);
+  if (param.has_storage()) ask(param.storage().unsafeGetStorageImpl(), 2);
 }
 
 void Collector::check_grad(int64_t index, const at::Tensor& grad) const {
@@ -212,9 +227,7 @@ at::Tensor Collector::made_usual(size_t k, const at::Tensor& grad) const {
 std::shared_ptr<Piece> Collector::collect(const at::Tensor& touched, bool clear) {
   const size_t count = active_index_.size();
   check_cells("collect", "touched", touched, at::kByte, static_cast<int64_t>(count));
-  auto piece = std::make_shared<Piece>();
-  piece->grads.resize(count);
-  piece->sources.resize(count);
+  auto piece = std::make_shared<Piece>(memory_, count);
   const auto of_param = [this](size_t k) -> at::Tensor& { return params_[active_index_[k]].mutable_grad(); };
   std::atomic<int64_t> present{0}, bytes{0};
   std::atomic<bool> all_usual{true}, all_alone{true};
@@ -313,16 +326,20 @@ bool Collector::matches(const pybind11::list& param_lists) const {
     PyObject** items = PySequence_Fast_ITEMS(sequence.ptr());
     for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(sequence.ptr()); ++k, ++i) {
       if (i >= params_.size()) return false;
-      PyObject* item = items[k];
-      if (!THPVariable_Check(item)) return false;
-      const at::Tensor& param = THPVariable_Unpack(item);
-      if (param.unsafeGetTensorImpl() != params_[i].unsafeGetTensorImpl()) return false;
-      if (param.requires_grad() != active_[i]) return false;
-      if (param.sizes() != at::IntArrayRef(sizes_[i]) || param.scalar_type() != dtypes_[i]) return false;
-      if (param.device() != absent_.device()) return false;
+      if (items[k] == wrappers_[i]) continue;
+      if (!THPVariable_Check(items[k])) return false;
+      if (THPVariable_Unpack(items[k]).unsafeGetTensorImpl() != params_[i].unsafeGetTensorImpl()) return false;
     }
   }
-  return i == params_.size();
+  std::atomic<bool> same{i == params_.size()};
+  for_each_tensor(i, [&](size_t k) {
+    announce_param(k);
+    const at::Tensor& param = params_[k];
+    const bool as_described = param.requires_grad() == active_[k] && param.sizes() == at::IntArrayRef(sizes_[k]) &&
+                              param.scalar_type() == dtypes_[k] && param.device() == absent_.device();
+    if (!as_described) same = false;
+  });
+  return same;
 }
 
 Collector::Seen Collector::see(const at::Tensor& tensor) {
@@ -336,7 +353,7 @@ Collector::Seen Collector::see(const at::Tensor& tensor) {
 void Collector::remember() {
   seen_.resize(active_index_.size());
   for_each_tensor(seen_.size(), [&](size_t k) {
-    announce_param(k);
+    announce_param(active_index_[k]);
     seen_[k] = see(params_[active_index_[k]]);
   });
 }
@@ -344,7 +361,7 @@ void Collector::remember() {
 std::vector<int64_t> Collector::changed() const {
   std::vector<uint8_t> differs(seen_.size());
   for_each_tensor(seen_.size(), [&](size_t k) {
-    announce_param(k);
+    announce_param(active_index_[k]);
     differs[k] = !(see(params_[active_index_[k]]) == seen_[k]);
   });
   std::vector<int64_t> out;

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,29 @@ class BackwardWatch {
   std::vector<std::pair<Accumulator, torch::autograd::FunctionPreHook*>> hooks_;
 };
 
+// What a piece's lists lie in, for the next piece: a large allocation after many small ones were freed makes malloc go
+// through them all.
+struct PieceMemory {
+  struct Lists {
+    std::vector<at::Tensor> grads;
+    std::vector<Source> sources;
+  };
+  std::mutex mutex;
+  std::vector<Lists> free;
+
+  Lists take() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (free.empty()) return {};
+    Lists lists = std::move(free.back());
+    free.pop_back();
+    return lists;
+  }
+  void give_back(Lists lists) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    free.push_back(std::move(lists));
+  }
+};
+
 // One micro-batch's gradients, checked, each in its parameter's memory order.
 struct Piece {
   std::vector<at::Tensor> grads;  // one per active parameter; undefined: the micro-batch did not reach it
@@ -40,7 +64,7 @@ struct Piece {
   int64_t bytes = 0;
   bool exclusive = false;  // nobody else can write them
 
-  Piece() = default;
+  Piece(std::shared_ptr<PieceMemory> memory, size_t count);
   Piece(const Piece&) = delete;
   Piece& operator=(const Piece&) = delete;
   ~Piece();
@@ -51,6 +75,9 @@ struct Piece {
   void locate() {
     for (size_t k = 0; k < grads.size(); ++k) locate(k);
   }
+
+ private:
+  std::shared_ptr<PieceMemory> memory_;
 };
 
 class Collector {
@@ -89,13 +116,14 @@ class Collector {
   static Seen see(const at::Tensor& tensor);
   // Ask for what a walk over the list reads a few parameters further on.
   void announce(size_t k, size_t count) const;
-  void announce_param(size_t k) const;
+  void announce_param(size_t i) const;
   // Whether a gradient can be read as it is; what has to be made of it otherwise.
   bool usual(size_t k, const at::Tensor& grad) const;
   at::Tensor made_usual(size_t k, const at::Tensor& grad) const;
   void check_grad(int64_t index, const at::Tensor& grad) const;
 
   std::vector<at::Tensor> params_;
+  std::vector<PyObject*> wrappers_;  // Python's objects for them
   std::vector<bool> active_;
   std::vector<int64_t> active_index_;
   at::Tensor absent_;
@@ -104,6 +132,7 @@ class Collector {
   std::vector<std::vector<int64_t>> strides_;  // memory order, of the active ones
   std::vector<Seen> seen_;
   std::vector<Seen> seen_grads_;
+  std::shared_ptr<PieceMemory> memory_ = std::make_shared<PieceMemory>();
   BackwardWatch watch_;
 };
 

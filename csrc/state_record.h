@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#include "cpu/simd.h"
+
 namespace gradacc {
 
 class StateRecord {
@@ -14,10 +16,10 @@ class StateRecord {
   explicit StateRecord(const pybind11::dict& state) {
     PyObject *param = nullptr, *of_param = nullptr, *name = nullptr, *value = nullptr;
     for (Py_ssize_t i = 0; PyDict_Next(state.ptr(), &i, &param, &of_param);) {
-      taken_.push_back({pybind11::reinterpret_borrow<pybind11::object>(of_param), {}});
+      taken_.push_back({pybind11::reinterpret_borrow<pybind11::object>(of_param), values_.size()});
       if (!PyDict_Check(of_param)) continue;
       for (Py_ssize_t k = 0; PyDict_Next(of_param, &k, &name, &value);) {
-        taken_.back().values.push_back(pybind11::reinterpret_borrow<pybind11::object>(value));
+        values_.push_back(pybind11::reinterpret_borrow<pybind11::object>(value));
       }
     }
   }
@@ -27,14 +29,16 @@ class StateRecord {
   bool holds(const pybind11::dict& state) const {
     PyObject *param = nullptr, *of_param = nullptr, *name = nullptr, *value = nullptr;
     if (PyDict_Size(state.ptr()) != static_cast<Py_ssize_t>(taken_.size())) return false;
-    auto taken = taken_.begin();
-    for (Py_ssize_t i = 0; PyDict_Next(state.ptr(), &i, &param, &of_param); ++taken) {
-      if (taken->of_param.ptr() != of_param) return false;
-      auto wanted = taken->values.begin();
-      for (Py_ssize_t k = 0; wanted != taken->values.end() && PyDict_Next(of_param, &k, &name, &value);) {
-        if (wanted->ptr() == value) ++wanted;
+    size_t n = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(state.ptr(), &i, &param, &of_param); ++n) {
+      announce(n);
+      if (taken_[n].of_param.ptr() != of_param) return false;
+      size_t wanted = taken_[n].first_value;
+      const size_t end = n + 1 < taken_.size() ? taken_[n + 1].first_value : values_.size();
+      for (Py_ssize_t k = 0; wanted < end && PyDict_Next(of_param, &k, &name, &value);) {
+        if (values_[wanted].ptr() == value) ++wanted;
       }
-      if (wanted != taken->values.end()) return false;
+      if (wanted < end) return false;
     }
     return true;
   }
@@ -42,9 +46,20 @@ class StateRecord {
  private:
   struct Taken {
     pybind11::object of_param;
-    std::vector<pybind11::object> values;
+    size_t first_value;
   };
+
+  // Asks for dicts further on: for the object, then for the table it points at.
+  void announce(size_t n) const {
+    constexpr size_t kStep = 6;
+    if (n + 2 * kStep < taken_.size()) prefetch(taken_[n + 2 * kStep].of_param.ptr(), 0, 1, kLine);
+    if (n + kStep >= taken_.size()) return;
+    PyObject* next = taken_[n + kStep].of_param.ptr();
+    if (PyDict_Check(next)) prefetch(reinterpret_cast<PyDictObject*>(next)->ma_keys, 0, 4, kLine);
+  }
+
   std::vector<Taken> taken_;
+  std::vector<pybind11::object> values_;  // of all dicts, one after the other
 };
 
 }  // namespace gradacc

@@ -122,13 +122,13 @@ void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool store
     if (touch[i]) update_rows_[i].param = pointers.write(params_[i], static_[i].strides);
   }
   StepScalars scalars(rule_, hyper.const_data_ptr<double>());
-  const std::vector<float> next_steps = update_touched(chunks_, update_rows_, added, scalars, group_ids_, touched,
-                                                       steps_, !exp_avgs_.empty(), multiplier, max_grad_value);
+  update_touched(chunks_, update_rows_, added, scalars, group_ids_, touched, steps_, !exp_avgs_.empty(), multiplier,
+                 max_grad_value, next_steps_);
   pointers.finish();
   for_each_tensor(count, [&](size_t i) {
     if (touch[i] && !static_[i].has_gaps) bump_version(params_[i]);
   });
-  store_steps(steps_, next_steps);
+  store_steps(steps_, next_steps_);
 }
 
 void recorded_clip(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,

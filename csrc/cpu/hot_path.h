@@ -69,6 +69,7 @@ class HotPath {
   std::vector<const Source*> sources_;
   std::vector<AccumulateRow> accumulate_rows_;
   std::vector<UpdateRow> update_rows_;
+  std::vector<float> next_steps_;
 };
 
 // clip_ as the optimizer's own path calls it.

@@ -97,9 +97,9 @@ void update_op(at::TensorList params, at::TensorList main_params, at::TensorList
     if (!exp_avgs.empty()) row.exp_avg = pointers.write(exp_avgs[i], strides);
     if (!exp_avg_sqs.empty()) row.exp_avg_sq = pointers.write(exp_avg_sqs[i], strides);
   }
-  const std::vector<float> next_steps =
-      update_touched(Chunks(arguments.numels), rows, arguments.added, scalars, group_ids, touched, steps,
-                     !exp_avgs.empty(), multiplier, max_grad_value);
+  std::vector<float> next_steps;
+  update_touched(Chunks(arguments.numels), rows, arguments.added, scalars, group_ids, touched, steps, !exp_avgs.empty(),
+                 multiplier, max_grad_value, next_steps);
   pointers.finish();
   store_steps(steps, next_steps);
 }

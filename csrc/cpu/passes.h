@@ -29,8 +29,8 @@ constexpr int64_t kShort = 1024, kChunksAhead = 4;
 
 struct AccumulateRow {
   const void* main_grad = nullptr;  // Math[], or nullptr: the sum starts from zero
-  void* stored = nullptr;  // Math[], or nullptr: the sum is not stored
-  bool is_double = false;  // math dtype
+  void* stored = nullptr;           // Math[], or nullptr: the sum is not stored
+  bool is_double = false;           // math dtype
 };
 
 GRADACC_INLINE void prefetch(const AccumulateRow& row, int64_t start, int64_t n) {
@@ -43,10 +43,10 @@ void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& row
 
 struct UpdateRow {
   const void* main_grad = nullptr;  // Math[], or nullptr: the gradient starts from zero
-  void* param = nullptr;       // nullptr: not touched in this window
-  void* main_param = nullptr;  // Math[], or nullptr: the parameter itself is read and written
-  void* exp_avg = nullptr;     // Math[]; sgd: momentum buffer, or nullptr
-  void* exp_avg_sq = nullptr;  // Math[]
+  void* param = nullptr;            // nullptr: not touched in this window
+  void* main_param = nullptr;       // Math[], or nullptr: the parameter itself is read and written
+  void* exp_avg = nullptr;          // Math[]; sgd: momentum buffer, or nullptr
+  void* exp_avg_sq = nullptr;       // Math[]
   Dtype param_dtype = Dtype::kFloat32;
   bool is_double = false;
   int32_t scalars = 0;  // index
@@ -120,16 +120,16 @@ inline bool step_applies(const at::Tensor& multiplier, const at::Tensor& found_i
 }
 
 // The update of a step that applies: counts it for the touched tensors, then runs the pass.
-// rows: filled but for their scalars; those of other tensors lose their parameter.
-// Returns the steps to store once everything is written.
-inline std::vector<float> update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, const Gradients& added,
-                                         StepScalars& scalars, const at::Tensor& group_ids, const at::Tensor& touched,
-                                         const at::Tensor& steps, bool with_buffer, const at::Tensor& multiplier,
-                                         double max_grad_value) {
+// rows: filled but for their scalars; those of other tensors lose their parameter. next_steps: gets the steps to store
+// once everything is written.
+inline void update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, const Gradients& added,
+                           StepScalars& scalars, const at::Tensor& group_ids, const at::Tensor& touched,
+                           const at::Tensor& steps, bool with_buffer, const at::Tensor& multiplier,
+                           double max_grad_value, std::vector<float>& next_steps) {
   const float* step = steps.const_data_ptr<float>();
   const int32_t* group = group_ids.const_data_ptr<int32_t>();
   const uint8_t* touch = touched.const_data_ptr<uint8_t>();
-  std::vector<float> next_steps(step, step + rows.size());
+  next_steps.assign(step, step + rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     if (touch[i]) {
       rows[i].scalars = scalars.advance(group[i], next_steps[i], with_buffer);
@@ -138,7 +138,6 @@ inline std::vector<float> update_touched(const Chunks& chunks, std::vector<Updat
     }
   }
   update_pass(chunks, rows, added, scalars, NormCells::get_cell(multiplier), max_grad_value);
-  return next_steps;
 }
 
 inline void store_steps(const at::Tensor& steps, const std::vector<float>& next_steps) {

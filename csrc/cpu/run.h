@@ -1,5 +1,5 @@
-// What a pass reads of gradients: m micro-batches on top of a sum so far, in order, one fused multiply-add each. Here is
-// the one place where gradients are summed.
+// What a pass reads of gradients: m micro-batches on top of a sum so far, in order, one fused multiply-add each. Here
+// is the one place where gradients are summed.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace gradacc {
 
-constexpr int kRun = 4;         // micro-batches that are summed in one loop
+constexpr int kRun = 4;  // micro-batches that are summed in one loop
 
 // One micro-batch's gradient of one tensor.
 struct Source {
@@ -92,15 +92,15 @@ template <int kMost, typename Element, typename Math, typename Body>
 GRADACC_INLINE void with_run(int count, const Math* base, const Gradient& gradient, const int64_t* taken, int64_t start,
                              const Body& body) {
   static_assert(kMost <= kRun, "a case for each count");
-#define GRADACC_RUN(COUNT)                                                      \
-  case COUNT:                                                                   \
-    if constexpr (COUNT <= kMost) {                                             \
-      if (base) {                                                               \
-        body(Run<COUNT, true, Element, Math>(base, gradient, taken, start));    \
-      } else {                                                                  \
+#define GRADACC_RUN(COUNT)                                                       \
+  case COUNT:                                                                    \
+    if constexpr (COUNT <= kMost) {                                              \
+      if (base) {                                                                \
+        body(Run<COUNT, true, Element, Math>(base, gradient, taken, start));     \
+      } else {                                                                   \
         body(Run<COUNT, false, Element, Math>(nullptr, gradient, taken, start)); \
-      }                                                                         \
-    }                                                                           \
+      }                                                                          \
+    }                                                                            \
     return;
   switch (count) {
     GRADACC_RUN(0)

@@ -95,8 +95,8 @@ struct Unpacked {
 
 struct Avx2 {
   template <typename Run>
-  static constexpr bool kUnpacks = std::is_same_v<typename Run::Element, BFloat16> &&
-                                   std::is_same_v<typename Run::Math, float> && (Run::count > 0);
+  static constexpr bool kUnpacks =
+      std::is_same_v<typename Run::Element, BFloat16> && std::is_same_v<typename Run::Math, float> && (Run::count > 0);
 
   // Sums of sixteen elements. Putting bf16 behind zeros makes it fp32.
   template <typename Run>

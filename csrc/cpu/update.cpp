@@ -103,9 +103,8 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   const UpdateRow& row = args.row;
   const RuleScalars<Math> scalars = args.scalars.of<Math>(row.scalars);
   const Gradient gradient{row.main_grad, args.added, args.chunk.tensor};
-  const auto at = [&](void* array, int64_t start) __attribute__((always_inline)) {
-    return array ? static_cast<Math*>(array) + start : nullptr;
-  };
+  const auto at = [&](void* array, int64_t start)
+                      __attribute__((always_inline)) { return array ? static_cast<Math*>(array) + start : nullptr; };
   Math* values = static_cast<Math*>(kCopies ? row.main_param : row.param);
   const auto update = [&](const auto& run, Math* param, int64_t start, int64_t n) __attribute__((always_inline)) {
     const Tile<Math> tile{nullptr,
@@ -130,8 +129,9 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
     const bool usual = count == 0 || gradient.source(taken[0]).dtype == dtype_of<Element>();
     if (values && usual && gradient.none_left(j)) {
       const Math* base = row.main_grad ? static_cast<const Math*>(row.main_grad) + start : nullptr;
-      return with_run<kRun, Element>(count, base, gradient, taken, start, [&](const auto& run) __attribute__((
-          always_inline)) { update(run, values + start, start, numel); });
+      return with_run<kRun, Element>(count, base, gradient, taken, start,
+                                     [&](const auto& run)
+                                         __attribute__((always_inline)) { update(run, values + start, start, numel); });
     }
   }
   alignas(64) Math grad[kTile];
