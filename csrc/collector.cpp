@@ -52,6 +52,12 @@ Piece::~Piece() {
   memory_->give_back({std::move(grads), std::move(sources)});
 }
 
+void Piece::locate(size_t k) {
+  const at::Tensor& grad = grads[k];
+  if (!grad.defined()) return;
+  sources[k] = {grad.numel() > 0 ? grad.const_data_ptr() : nullptr, element_dtype(grad.scalar_type())};
+}
+
 struct BackwardWatch::State {
   std::atomic<bool> in_flight{false};
 };
@@ -209,7 +215,7 @@ void Collector::check_grad(int64_t index, const at::Tensor& grad) const {
 
 bool Collector::usual(size_t k, const at::Tensor& grad) const {
   const int64_t index = active_index_[k];
-  return grad.layout() == at::kStrided && grad.device() == absent_.device() &&
+  return grad.layout() == at::kStrided && grad.has_storage() && grad.device() == absent_.device() &&
          grad.sizes() == at::IntArrayRef(sizes_[index]) && same_order(grad, strides_[k]) &&
          (grad.scalar_type() == dtypes_[index] || grad.scalar_type() == at::kFloat);
 }
@@ -243,10 +249,13 @@ std::shared_ptr<Piece> Collector::collect(const at::Tensor& touched, bool clear)
         continue;
       }
       at::Tensor& taken = piece->grads[k];
-      clear ? std::swap(taken, grad) : void(taken = grad);
+      if (clear) {
+        taken = std::move(grad);
+      } else {
+        taken = grad;
+      }
       ++here;
       here_bytes += static_cast<int64_t>(taken.nbytes());
-      piece->sources[k].dtype = element_dtype(taken.scalar_type());
       piece->locate(k);
       alone = alone && taken.use_count() == 1 && taken.storage().use_count() == 1 && allocated_by_torch(taken);
     }
@@ -265,7 +274,6 @@ std::shared_ptr<Piece> Collector::collect(const at::Tensor& touched, bool clear)
       for (auto& [k, grad] : made) {
         ++piece->present;
         piece->bytes += static_cast<int64_t>(grad.nbytes());
-        piece->sources[k].dtype = element_dtype(grad.scalar_type());
         piece->grads[k] = std::move(grad);
         piece->locate(k);
         if (clear) of_param(k).reset();

@@ -69,9 +69,8 @@ struct Piece {
   Piece& operator=(const Piece&) = delete;
   ~Piece();
 
-  void locate(size_t k) {
-    sources[k].data = grads[k].defined() && grads[k].numel() > 0 ? grads[k].const_data_ptr() : nullptr;
-  }
+  // Looks up where a gradient lies.
+  void locate(size_t k);
   void locate() {
     for (size_t k = 0; k < grads.size(); ++k) locate(k);
   }

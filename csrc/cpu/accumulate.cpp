@@ -22,13 +22,12 @@ struct AccumulateArgs {
 // Adds the squares of a sum that nobody stores, without putting it down; false: it is none of a single run.
 template <typename Simd>
 GRADACC_INLINE bool add_squares(const Gradient& gradient, int64_t start, int64_t numel, ChunkNorm& norm) {
-  int64_t j = 0, taken[kRun];
-  const int count = gradient.take(j, taken, kRun);
+  int64_t j = 0;
+  const Taken taken = gradient.take(j, kRun);
   if (!gradient.none_left(j)) return false;
-  const float* base = gradient.main_grad ? static_cast<const float*>(gradient.main_grad) + start : nullptr;
-  const Dtype dtype = count > 0 ? gradient.source(taken[0]).dtype : Dtype::kFloat32;
+  const float* base = gradient.base<float>(start);
   const auto body = [&](const auto& run) __attribute__((always_inline)) { norm.add_run<Simd>(run, numel); };
-  GRADACC_BY_DTYPE(dtype, (with_run<kRun, Element>(count, base, gradient, taken, start, body)))
+  GRADACC_BY_DTYPE(taken.dtype, (with_run<kRun, Element>(taken, base, gradient, start, body)))
   return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define GRADACC_INLINE inline __attribute__((always_inline))
 
@@ -23,22 +24,10 @@ struct BFloat16 {
 };
 
 template <typename Element>
-constexpr Dtype dtype_of();
-template <>
-constexpr Dtype dtype_of<float>() {
-  return Dtype::kFloat32;
-}
-template <>
-constexpr Dtype dtype_of<double>() {
-  return Dtype::kFloat64;
-}
-template <>
-constexpr Dtype dtype_of<Float16>() {
-  return Dtype::kFloat16;
-}
-template <>
-constexpr Dtype dtype_of<BFloat16>() {
-  return Dtype::kBFloat16;
+constexpr Dtype dtype_of() {
+  if (std::is_same_v<Element, BFloat16>) return Dtype::kBFloat16;
+  if (std::is_same_v<Element, Float16>) return Dtype::kFloat16;
+  return std::is_same_v<Element, double> ? Dtype::kFloat64 : Dtype::kFloat32;
 }
 
 GRADACC_INLINE uint32_t to_bits(float value) {

@@ -20,14 +20,13 @@ GRADACC_INLINE void gather_run(Math* tile, const OneRun& from, int64_t n) {
 template <typename Simd, typename Math>
 GRADACC_INLINE void gather(Math* tile, const Gradient& gradient, int64_t start, int64_t n) {
   constexpr int kMost = sizeof(Math) == sizeof(float) ? kRun : 1;  // fp64 is too rare for loops of its own
-  const Math* base = gradient.main_grad ? static_cast<const Math*>(gradient.main_grad) + start : nullptr;
-  int64_t j = 0, taken[kRun];
+  const Math* base = gradient.base<Math>(start);
+  int64_t j = 0;
   do {
-    const int count = gradient.take(j, taken, kMost);
-    if (count == 0 && base == tile) return;
-    const Dtype dtype = count > 0 ? gradient.source(taken[0]).dtype : Dtype::kFloat32;
+    const Taken taken = gradient.take(j, kMost);
+    if (taken.count == 0 && base == tile) return;
     const auto body = [&](const auto& run) __attribute__((always_inline)) { gather_run<Simd>(tile, run, n); };
-    GRADACC_BY_DTYPE(dtype, (with_run<kMost, Element>(count, base, gradient, taken, start, body)))
+    GRADACC_BY_DTYPE(taken.dtype, (with_run<kMost, Element>(taken, base, gradient, start, body)))
     base = tile;
   } while (j < gradient.added.m);
 }

@@ -68,7 +68,7 @@ Gradients HotPath::take(const char* op, const Pieces& pieces, const at::Tensor& 
 void HotPath::run_accumulate(const char* op, const Gradients& added, const at::Tensor& partials,
                              const at::Tensor& found_inf, bool overwrite, bool store, double norm_type) {
   const size_t count = params_.size();
-  TORCH_CHECK_VALUE(overwrite || main_grads_.size() == count, op, ": needs main_grads to read, got none.");
+  check_length(op, "main_grads", main_grads_.size(), count, overwrite);
   TORCH_CHECK_VALUE(!store || main_grads_.size() == count, op, ": store=True needs main_grads to write to, got none.");
   NormCells cells(op, partials, found_inf, norm_type, chunks_.size());
   accumulate_rows_.resize(count);
@@ -102,7 +102,7 @@ void HotPath::update(const Pieces& pieces, const at::Tensor& weights, bool store
   if (!step_applies(multiplier, found_inf)) return;
 
   const Gradients added = take("update_", pieces, weights);
-  TORCH_CHECK_VALUE(!stored || main_grads_.size() == count, "update_: needs main_grads to read, got none.");
+  check_length("update_", "main_grads", main_grads_.size(), count, !stored);
   update_rows_.resize(count);
   for_each_tensor(count, [&](size_t i) {
     const Static& fixed = static_[i];

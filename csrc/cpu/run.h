@@ -25,6 +25,13 @@ struct Gradients {
   int64_t m = 0;
 };
 
+// Some of the micro-batches that count, of one dtype.
+struct Taken {
+  int64_t micro_batches[kRun];
+  int count = 0;
+  Dtype dtype = Dtype::kFloat32;
+};
+
 // One tensor's accumulated gradient: main_grad (or zero) plus those micro-batches that reached it and weigh something.
 struct Gradient {
   const void* main_grad;  // Math[numel], or nullptr: starts from zero
@@ -34,14 +41,15 @@ struct Gradient {
   const Source& source(int64_t j) const { return added.sources[j][tensor]; }
   bool counts(int64_t j) const { return added.weights[j] != 0.0 && source(j).data; }
   // The next micro-batches that count, from `j` on: at most `most`, all of one dtype. Moves j behind them.
-  int take(int64_t& j, int64_t* taken, int most) const {
-    int count = 0;
-    for (; j < added.m && count < most; ++j) {
+  Taken take(int64_t& j, int most) const {
+    Taken taken;
+    for (; j < added.m && taken.count < most; ++j) {
       if (!counts(j)) continue;
-      if (count > 0 && source(j).dtype != source(taken[0]).dtype) break;
-      taken[count++] = j;
+      if (taken.count > 0 && source(j).dtype != taken.dtype) break;
+      taken.dtype = source(j).dtype;
+      taken.micro_batches[taken.count++] = j;
     }
-    return count;
+    return taken;
   }
   // Whether none counts from `j` on.
   bool none_left(int64_t j) const {
@@ -49,6 +57,11 @@ struct Gradient {
       if (counts(j)) return false;
     }
     return true;
+  }
+  // The main grad from element `start` on.
+  template <typename Math>
+  const Math* base(int64_t start) const {
+    return main_grad ? static_cast<const Math*>(main_grad) + start : nullptr;
   }
 };
 
@@ -65,10 +78,10 @@ struct Run {
   Math weights[kCount + 1];
 
   // Element 0 of the run is element `start` of the gradient and element 0 of base.
-  GRADACC_INLINE Run(const Math* base, const Gradient& gradient, const int64_t* taken, int64_t start) : base(base) {
+  GRADACC_INLINE Run(const Math* base, const Gradient& gradient, const Taken& taken, int64_t start) : base(base) {
     for (int k = 0; k < kCount; ++k) {
-      elements[k] = static_cast<const Element*>(gradient.source(taken[k]).data) + start;
-      weights[k] = static_cast<Math>(gradient.added.weights[taken[k]]);
+      elements[k] = static_cast<const Element*>(gradient.source(taken.micro_batches[k]).data) + start;
+      weights[k] = static_cast<Math>(gradient.added.weights[taken.micro_batches[k]]);
     }
   }
 
@@ -87,9 +100,9 @@ struct Run {
   }
 };
 
-// Calls body(run) with the run of `count` micro-batches, 0 to kMost of them, all of type Element.
+// Calls body(run) with the run of what was taken, 0 to kMost micro-batches of type Element.
 template <int kMost, typename Element, typename Math, typename Body>
-GRADACC_INLINE void with_run(int count, const Math* base, const Gradient& gradient, const int64_t* taken, int64_t start,
+GRADACC_INLINE void with_run(const Taken& taken, const Math* base, const Gradient& gradient, int64_t start,
                              const Body& body) {
   static_assert(kMost <= kRun, "a case for each count");
 #define GRADACC_RUN(COUNT)                                                       \
@@ -102,7 +115,7 @@ GRADACC_INLINE void with_run(int count, const Math* base, const Gradient& gradie
       }                                                                          \
     }                                                                            \
     return;
-  switch (count) {
+  switch (taken.count) {
     GRADACC_RUN(0)
     GRADACC_RUN(1)
     GRADACC_RUN(2)

@@ -124,14 +124,13 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   // A single run of the usual type: its sums need not be put down.
   const int64_t start = args.chunk.start, numel = args.chunk.numel;
   if constexpr (sizeof(Math) == sizeof(float)) {
-    int64_t j = 0, taken[kRun];
-    const int count = gradient.take(j, taken, kRun);
-    const bool usual = count == 0 || gradient.source(taken[0]).dtype == dtype_of<Element>();
+    int64_t j = 0;
+    const Taken taken = gradient.take(j, kRun);
+    const bool usual = taken.count == 0 || taken.dtype == dtype_of<Element>();
     if (values && usual && gradient.none_left(j)) {
-      const Math* base = row.main_grad ? static_cast<const Math*>(row.main_grad) + start : nullptr;
-      return with_run<kRun, Element>(count, base, gradient, taken, start,
-                                     [&](const auto& run)
-                                         __attribute__((always_inline)) { update(run, values + start, start, numel); });
+      const auto body = [&](const auto& run)
+                            __attribute__((always_inline)) { update(run, values + start, start, numel); };
+      return with_run<kRun, Element>(taken, gradient.base<Math>(start), gradient, start, body);
     }
   }
   alignas(64) Math grad[kTile];
@@ -142,7 +141,7 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
     if constexpr (kCopies) {
       if (!values) load_elements(widened, static_cast<const Copy*>(row.param) + from, n);
     }
-    update(Run<0, true, Math, Math>(grad, gradient, nullptr, 0), values ? values + from : widened, from, n);
+    update(Run<0, true, Math, Math>(grad, gradient, Taken(), 0), values ? values + from : widened, from, n);
   });
 }
 

@@ -105,8 +105,8 @@ def take_turns(runs: Sequence[Run], seconds: float, min_repeats: int = MIN_REPEA
             break
         shuffle(order)
         for index in order:
-            for part, passed in runs[index]().items():
-                samples[index].setdefault(part, []).append(passed)
+            for part, took in runs[index]().items():
+                samples[index].setdefault(part, []).append(took)
     return samples
 
 
