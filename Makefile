@@ -11,6 +11,7 @@ WINDOWS ?= 60
 BENCH ?=
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -q
 SOURCES = setup.py build_config.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
+CXX_FILES = $(wildcard csrc/*.* csrc/*/*.* tests/harness/cuda/*.* tests/harness/cuda/include/*.h tests/harness/cuda/include/*/*/*.h)
 
 .PHONY: install demo test bench lint format clean
 
@@ -38,12 +39,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: install
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean:
 	rm -rf build dist *.egg-info gradacc_fused/_C*.so

@@ -18,6 +18,8 @@ from pathlib import Path
 # No -ffast-math (it deletes the non-finite checks), no -march=native: the loops pick their instruction set at run time.
 # -fopenmp: at::parallel_for is a header, and runs serially in a file compiled without it; torch has loaded the runtime.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+# --fmad=false: as -ffp-contract=off, only those multiply-adds are fused that are spelled so.
+NVCC_FLAGS = ["-O3", "--fmad=false", "-std=c++17", "-lineinfo"]
 CPU_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 
@@ -121,9 +123,15 @@ def installed_torch() -> tuple[str | None, str | None]:
     return torch.__version__, torch.version.cuda
 
 
+def architectures(version: str) -> str:
+    """What is compiled for where TORCH_CUDA_ARCH_LIST does not say: A100, H100, B200 (from CUDA 12.8 on) and later."""
+    knows_blackwell = tuple(map(int, version.split("."))) >= (12, 8)
+    return "8.0;9.0;10.0+PTX" if knows_blackwell else "8.0;9.0+PTX"
+
+
 def parts(root: Path, environ: Mapping[str, str]) -> list[Part]:
     version, torch_cuda = installed_torch()
-    cuda_sources = sorted(str(path) for path in (root / "csrc" / "cuda").glob("*.c*"))
+    cuda_sources = sorted(str(path) for path in (root / "csrc" / "cuda").glob("*.cu"))
     return [
         decide("cpu", "GRADACC_FUSED_CPU", missing_for_cpu(environ, version), environ),
         decide("cuda", "GRADACC_FUSED_CUDA", missing_for_cuda(environ, torch_cuda, cuda_sources), environ),
@@ -137,15 +145,30 @@ def extensions(root: Path) -> tuple[list, dict]:
         print(f"gradacc_fused: {part.name}: " + ("building" if part.built else f"not built: {part.reason}"))
     if not cpu.built:
         return [], {}
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    if cuda.built:  # torch looks for the toolkit when it is imported
+        os.environ["CUDA_HOME"] = cuda_home = find_cuda_home(os.environ) or ""
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(toolkit_version(cuda_home, os.environ) or "0"))
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     sources = sorted(str(path.relative_to(root)) for path in (*root.glob("csrc/*.cpp"), *root.glob("csrc/cpu/*.cpp")))
-    headers = sorted(str(path.relative_to(root)) for path in root.glob("csrc/**/*.h"))
-    extension = CppExtension(
-        "gradacc_fused._C",
-        sources,
-        depends=headers,
-        extra_compile_args={"cxx": CPU_FLAGS + OPENMP},
-        extra_link_args=["-s", *OPENMP],
-    )
-    return [extension], {"build_ext": BuildExtension}
+    headers = sorted(str(path.relative_to(root)) for path in (*root.glob("csrc/**/*.h"), *root.glob("csrc/**/*.cuh")))
+    built = [
+        CppExtension(
+            "gradacc_fused._C",
+            sources,
+            depends=headers,
+            extra_compile_args={"cxx": CPU_FLAGS + OPENMP},
+            extra_link_args=["-s", *OPENMP],
+        )
+    ]
+    if cuda.built:
+        built.append(
+            CUDAExtension(
+                "gradacc_fused._C_cuda",
+                sorted(str(path.relative_to(root)) for path in root.glob("csrc/cuda/*.c*") if path.suffix != ".cuh"),
+                depends=headers,
+                extra_compile_args={"cxx": CPU_FLAGS, "nvcc": NVCC_FLAGS},
+                extra_link_args=["-s"],
+            )
+        )
+    return built, {"build_ext": BuildExtension}

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/element.h"
+#include "element.h"
 #include "update_math.h"
 
 namespace gradacc {
@@ -70,6 +70,11 @@ inline void check_cell(const char* op, const char* argument, const at::Tensor& t
   TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": ", argument, " must have one element, got ", tensor.numel(), ".");
 }
 
+// The value of a cell that lies on the host.
+inline double host_cell(const at::Tensor& cell) {
+  return cell.scalar_type() == at::kDouble ? *cell.const_data_ptr<double>() : *cell.const_data_ptr<float>();
+}
+
 inline void check_update_cells(const at::Tensor& steps, const at::Tensor& group_ids, const at::Tensor& touched,
                                const at::Tensor& hyper, const at::Tensor& multiplier, const at::Tensor& found_inf,
                                int64_t count, double max_grad_value) {
@@ -123,9 +128,84 @@ inline void check_gradient(const char* op, int64_t index, const at::Tensor& grad
                    " must be float32, float64, float16 or bfloat16, got ", dtype_name(grad.scalar_type()), ".");
 }
 
-inline void check_cpu(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), item_name(op, argument, index), " must be on cpu, got ",
+inline void check_device(const char* op, const char* argument, int64_t index, const at::Tensor& tensor,
+                         at::Device device) {
+  TORCH_CHECK_VALUE(tensor.device() == device, item_name(op, argument, index), " must be on ", device.str(), ", got ",
                     tensor.device().str(), ". All tensors of one call live on one device.");
+}
+
+inline void check_cpu(const char* op, const char* argument, int64_t index, const at::Tensor& tensor) {
+  check_device(op, argument, index, tensor, at::kCPU);
+}
+
+// Small arrays of a call may lie on its device or on the host.
+inline bool may_lie(const at::Tensor& tensor, at::Device device) {
+  return tensor.device() == device || tensor.device().is_cpu();
+}
+
+// One that is no item of a list.
+inline void check_lies_on(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+  TORCH_CHECK_VALUE(tensor.device() == device, op, ": ", argument, " must be on ", device.str(), ", got ",
+                    tensor.device().str(), ".");
+}
+
+inline void check_store(const char* op, bool store, at::TensorList main_grads, size_t count) {
+  TORCH_CHECK_VALUE(!store || !main_grads.empty() || count == 0, op,
+                    ": store=True needs main_grads to write to, got none. Pass them, or store=False.");
+}
+
+inline void check_norm_partials(const at::Tensor& partials) {
+  TORCH_CHECK_VALUE(partials.numel() > 0, "norm_: partials must have one element per chunk, got none. ",
+                    "Allocate n_partials(main_grads) of them.");
+}
+
+inline void check_clip(const at::Tensor& partials, const at::Tensor& counts, const at::Tensor& loss_scale,
+                       const at::Tensor& total_norm, const at::Tensor& clip_coef, const at::Tensor& multiplier,
+                       const at::Tensor& weight_sum, double norm_type, double max_norm) {
+  check_norm_type("clip_", norm_type);
+  TORCH_CHECK_VALUE(max_norm > 0.0, "clip_: max_norm must be positive (inf: no clipping), got ", max_norm, ".");
+  check_cells("clip_", "partials", partials, at::kDouble, 0);
+  check_cells("clip_", "counts", counts, at::kDouble, 0);
+  check_cell("clip_", "loss_scale", loss_scale);
+  check_cell("clip_", "total_norm", total_norm);
+  check_cell("clip_", "clip_coef", clip_coef);
+  check_cell("clip_", "multiplier", multiplier);
+  check_cell("clip_", "weight_sum", weight_sum);
+}
+
+// -- update_ -------------------------------------------------------------------------------------------------------
+
+inline void check_params(at::TensorList params) {
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK_TYPE(is_gradient_dtype(params[i].scalar_type()), item_name("update_", "params", i),
+                     " must be float32, float64, float16 or bfloat16, got ", dtype_name(params[i].scalar_type()), ".");
+  }
+}
+
+// group_ids and hyper: on the host.
+inline void check_group_ids(const at::Tensor& group_ids, const at::Tensor& hyper, int64_t count) {
+  const int32_t* group = group_ids.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_VALUE(group[i] >= 0 && group[i] < hyper.size(0), item_name("update_", "group_ids", i),
+                      " must name a row of hyper (", hyper.size(0), " rows), got ", group[i], ".");
+  }
+}
+
+inline void check_state_lengths(Rule rule, at::TensorList main_params, at::TensorList exp_avgs,
+                                at::TensorList exp_avg_sqs, int64_t count) {
+  check_length("update_", "main_params", main_params.size(), count, true);
+  check_length("update_", "exp_avgs", exp_avgs.size(), count, rule == Rule::kSgd);
+  check_length("update_", "exp_avg_sqs", exp_avg_sqs.size(), rule == Rule::kSgd ? 0 : count, false);
+}
+
+inline void check_state(const char* name, at::TensorList list, at::TensorList params, bool may_be_absent,
+                        at::Device device) {
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (may_be_absent && list[i].numel() == 0) continue;
+    check_device("update_", name, i, list[i], device);
+    check_shape("update_", name, i, list[i], params[i]);
+    check_math_dtype("update_", name, i, list[i], params[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  }
 }
 
 }  // namespace gradacc

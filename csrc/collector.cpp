@@ -52,12 +52,6 @@ Piece::~Piece() {
   memory_->give_back({std::move(grads), std::move(sources)});
 }
 
-void Piece::locate(size_t k) {
-  const at::Tensor& grad = grads[k];
-  if (!grad.defined()) return;
-  sources[k] = {grad.numel() > 0 ? grad.const_data_ptr() : nullptr, element_dtype(grad.scalar_type())};
-}
-
 struct BackwardWatch::State {
   std::atomic<bool> in_flight{false};
 };
@@ -125,6 +119,7 @@ Collector::Collector(std::vector<at::Tensor> params, std::vector<bool> active, a
     wrappers_.push_back(wrapper);
     Py_DECREF(wrapper);
     sizes_.push_back(params_[i].sizes().vec());
+    param_strides_.push_back(params_[i].strides().vec());
     dtypes_.push_back(params_[i].scalar_type());
   }
 }
@@ -156,8 +151,10 @@ bool only_ours(const at::Tensor& grad) {
 
 // Memory that torch did not allocate has owners that its counts do not know.
 bool allocated_by_torch(const at::Tensor& grad) {
-  static const auto deleter = c10::GetDefaultCPUAllocator()->raw_deleter();
-  return !grad.device().is_cpu() || grad.storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == deleter;
+  static const auto on_host = c10::GetDefaultCPUAllocator()->raw_deleter();
+  const auto deleter = grad.storage().unsafeGetStorageImpl()->data_ptr().get_deleter();
+  if (grad.device().is_cpu()) return deleter == on_host;
+  return deleter && deleter == c10::GetAllocator(grad.device().type())->raw_deleter();
 }
 
 // Whether nobody else can write these gradients: each storage is used by them alone.
@@ -344,6 +341,7 @@ bool Collector::matches(const pybind11::list& param_lists) const {
     announce_param(k);
     const at::Tensor& param = params_[k];
     const bool as_described = param.requires_grad() == active_[k] && param.sizes() == at::IntArrayRef(sizes_[k]) &&
+                              param.strides() == at::IntArrayRef(param_strides_[k]) &&
                               param.scalar_type() == dtypes_[k] && param.device() == absent_.device();
     if (!as_described) same = false;
   });

@@ -7,11 +7,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
-#include "cpu/gather.h"
+#include "piece.h"
 
 namespace gradacc {
 
@@ -33,52 +32,6 @@ class BackwardWatch {
   std::vector<std::pair<Accumulator, torch::autograd::FunctionPreHook*>> hooks_;
 };
 
-// What a piece's lists lie in, for the next piece: a large allocation after many small ones were freed makes malloc go
-// through them all.
-struct PieceMemory {
-  struct Lists {
-    std::vector<at::Tensor> grads;
-    std::vector<Source> sources;
-  };
-  std::mutex mutex;
-  std::vector<Lists> free;
-
-  Lists take() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (free.empty()) return {};
-    Lists lists = std::move(free.back());
-    free.pop_back();
-    return lists;
-  }
-  void give_back(Lists lists) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    free.push_back(std::move(lists));
-  }
-};
-
-// One micro-batch's gradients, checked, each in its parameter's memory order.
-struct Piece {
-  std::vector<at::Tensor> grads;  // one per active parameter; undefined: the micro-batch did not reach it
-  std::vector<Source> sources;    // where they lie
-  int64_t present = 0;
-  int64_t bytes = 0;
-  bool exclusive = false;  // nobody else can write them
-
-  Piece(std::shared_ptr<PieceMemory> memory, size_t count);
-  Piece(const Piece&) = delete;
-  Piece& operator=(const Piece&) = delete;
-  ~Piece();
-
-  // Looks up where a gradient lies.
-  void locate(size_t k);
-  void locate() {
-    for (size_t k = 0; k < grads.size(); ++k) locate(k);
-  }
-
- private:
-  std::shared_ptr<PieceMemory> memory_;
-};
-
 class Collector {
  public:
   // params: the parameters of all groups in order. active: which of them belong to the layout.
@@ -96,7 +49,7 @@ class Collector {
   bool grads_unchanged() const;
   void clear_grads();
   // Whether the layout still describes the parameters: the same objects in the same order, the same requires_grad,
-  // shapes, dtypes and devices.
+  // shapes, strides, dtypes and devices.
   bool matches(const pybind11::list& param_lists) const;
 
   // Remembers the parameters' versions and addresses; `changed` lists the active ones written by others since.
@@ -126,7 +79,7 @@ class Collector {
   std::vector<bool> active_;
   std::vector<int64_t> active_index_;
   at::Tensor absent_;
-  std::vector<std::vector<int64_t>> sizes_;
+  std::vector<std::vector<int64_t>> sizes_, param_strides_;
   std::vector<at::ScalarType> dtypes_;
   std::vector<std::vector<int64_t>> strides_;  // memory order, of the active ones
   std::vector<Seen> seen_;

@@ -48,14 +48,14 @@ inline void bump_version(const at::Tensor& tensor) {
 }
 
 // Where a list of tensors lies, looked up once. A tensor whose memory was exchanged (tensor.data = ..., resize_) is
-// looked up anew; the ones that stayed cost one comparison.
+// looked up anew; the ones that stayed cost a few comparisons.
 class Located {
  public:
   Located() = default;
   // A tensor without elements is located nowhere.
   Located(std::vector<at::Tensor> tensors, const char* name) : tensors_(std::move(tensors)), name_(name) {
     for (const at::Tensor& tensor : tensors_)
-      places_.push_back({tensor.unsafeGetTensorImpl(), nullptr, nullptr, nullptr});
+      places_.push_back({tensor.unsafeGetTensorImpl(), nullptr, nullptr, 0, nullptr});
   }
 
   bool empty() const { return tensors_.empty(); }
@@ -72,20 +72,22 @@ class Located {
   }
 
   // strides: the memory order that is expected.
-  void* write(const char* op, size_t i, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  void* write(const char* op, size_t i, at::IntArrayRef sizes, at::IntArrayRef strides, at::Device device) {
     Place& place = places_[i];
     if (place.data && place.impl->unsafe_storage().unsafeGetStorageImpl() == place.storage &&
-        place.storage->data() == place.base) {
+        place.storage->data() == place.base && place.impl->storage_offset() == place.offset &&
+        place.impl->sizes() == sizes && same_order(tensors_[i], strides)) {
       return place.data;
     }
     const at::Tensor& tensor = tensors_[i];
     if (tensor.numel() == 0) return nullptr;
-    TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.device().is_cpu() && same_order(tensor, strides), op, ": ",
-                      name_, "[", i, "] must have shape ", sizes, " and strides ", strides, " on cpu, got ",
-                      tensor.sizes(), ", ", tensor.strides(), " on ", tensor.device().str(),
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.device() == device && same_order(tensor, strides), op, ": ",
+                      name_, "[", i, "] must have shape ", sizes, " and strides ", strides, " on ", device.str(),
+                      ", got ", tensor.sizes(), ", ", tensor.strides(), " on ", tensor.device().str(),
                       ". Replace state through load_state_dict().");
     void* data = tensor.mutable_data_ptr();
-    place = {place.impl, tensor.storage().unsafeGetStorageImpl(), tensor.storage().data(), data};
+    place = {place.impl, tensor.storage().unsafeGetStorageImpl(), tensor.storage().data(), tensor.storage_offset(),
+             data};
     return data;
   }
 
@@ -94,6 +96,7 @@ class Located {
     c10::TensorImpl* impl;
     const c10::StorageImpl* storage;
     const void* base;
+    int64_t offset;
     void* data;
   };
   std::vector<at::Tensor> tensors_;

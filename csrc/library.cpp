@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind_hot_path.h"
 #include "checks.h"
 #include "chunk_table.h"
 #include "collector.h"
@@ -102,19 +103,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<const py::dict&>(), py::arg("state"))
       .def("holds", &gradacc::StateRecord::holds, py::arg("state"));
 
-  using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<HotPath>(module, "HotPath")
-      .def(py::init<std::vector<at::Tensor>, at::Tensor>(), py::arg("params"), py::arg("group_ids"))
-      .def("set_main_grads", &HotPath::set_main_grads, py::arg("main_grads"))
-      .def("set_state", &HotPath::set_state, py::arg("rule"), py::arg("main_params"), py::arg("exp_avgs"),
-           py::arg("exp_avg_sqs"), py::arg("steps"))
-      .def("accumulate", &HotPath::accumulate, py::arg("pieces"), py::arg("weights"), py::arg("partials"),
-           py::arg("found_inf"), py::arg("overwrite"), py::arg("store"), py::arg("norm_type"), Released())
-      .def("norm", &HotPath::norm, py::arg("partials"), py::arg("found_inf"), py::arg("norm_type"), Released())
-      .def_static("clip", &gradacc::recorded_clip, py::arg("partials"), py::arg("counts"), py::arg("loss_scale"),
-                  py::arg("total_norm"), py::arg("clip_coef"), py::arg("multiplier"), py::arg("weight_sum"),
-                  py::arg("norm_type"), py::arg("max_norm"))
-      .def("update", &HotPath::update, py::arg("pieces"), py::arg("weights"), py::arg("stored"), py::arg("hyper"),
-           py::arg("touched"), py::arg("multiplier"), py::arg("found_inf"), py::arg("max_grad_value"), Released())
-      .def_static("window_cells", &gradacc::window_cells, py::arg("wide"));
+  gradacc::bind_hot_path<HotPath>(module);
 }

@@ -8,11 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define GRADACC_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define GRADACC_HOST_DEVICE inline __attribute__((always_inline))
-#endif
+#include "host_device.h"
 
 namespace gradacc {
 
@@ -55,6 +51,16 @@ struct RuleScalars {
   bool nesterov = false;
 };
 
+// base to the power of a whole number, by squaring: the same bits on every device, which pow() does not promise.
+GRADACC_HOST_DEVICE double whole_power(double base, double exponent) {
+  double power = 1.0;
+  for (int64_t left = static_cast<int64_t>(exponent); left > 0; left >>= 1) {
+    if (left & 1) power *= base;
+    base *= base;
+  }
+  return power;
+}
+
 // step: the effective step that is being made, from 1 (sgd: which update of the momentum buffer this is).
 template <typename Math>
 GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row, double step) {
@@ -72,10 +78,23 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   s.one_minus_beta1 = static_cast<Math>(1.0 - row[kBeta1]);
   s.beta2 = static_cast<Math>(row[kBeta2]);
   s.one_minus_beta2 = static_cast<Math>(1.0 - row[kBeta2]);
-  const double bias_correction2_sqrt = sqrt(1.0 - pow(row[kBeta2], step));
+  const double bias_correction2_sqrt = sqrt(1.0 - whole_power(row[kBeta2], step));
   s.eps = static_cast<Math>(row[kEps] * bias_correction2_sqrt);
-  s.step_size = static_cast<Math>(row[kLr] * bias_correction2_sqrt / (1.0 - pow(row[kBeta1], step)));
+  s.step_size = static_cast<Math>(row[kLr] * bias_correction2_sqrt / (1.0 - whole_power(row[kBeta1], step)));
   return s;
+}
+
+// What the rule is given: the accumulated gradient times the multiplier, its size bounded.
+template <typename Math>
+GRADACC_HOST_DEVICE Math scaled_and_clamped(Math grad, Math multiplier, Math bound) {
+  Math value = grad * multiplier;
+  value = value > bound ? bound : value;
+  return value < -bound ? -bound : value;
+}
+
+// Whether a step counts for a tensor: sgd counts the updates of its momentum buffer, so that the first one is known.
+GRADACC_HOST_DEVICE bool step_counts(Rule rule, const double* row, bool with_buffer) {
+  return rule != Rule::kSgd || (with_buffer && row[kMomentum] != 0.0);
 }
 
 // The decay as part of the gradient, where there is one (kL2). Without one the parameter is not read: 0 * inf would be

@@ -1,7 +1,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, device
 
 CHUNK: int
 HYPER_COLUMNS: int
@@ -40,7 +40,7 @@ class StateRecord:
     def holds(self, state: Mapping[Tensor, Any]) -> bool: ...
 
 class HotPath:
-    def __init__(self, params: Sequence[Tensor], group_ids: Tensor) -> None: ...
+    def __init__(self, params: Sequence[Tensor], group_ids: Tensor, device: device) -> None: ...
     def set_main_grads(self, main_grads: Sequence[Tensor]) -> None: ...
     def set_state(
         self,
@@ -61,8 +61,8 @@ class HotPath:
         norm_type: float,
     ) -> None: ...
     def norm(self, partials: Tensor, found_inf: Tensor, norm_type: float) -> None: ...
-    @staticmethod
     def clip(
+        self,
         partials: Tensor,
         counts: Tensor,
         loss_scale: Tensor,
@@ -79,10 +79,10 @@ class HotPath:
         weights: Tensor,
         stored: bool,
         hyper: Tensor,
+        late: Sequence[tuple[int, int, Tensor]],
         touched: Tensor,
         multiplier: Tensor,
         found_inf: Tensor,
         max_grad_value: float,
     ) -> None: ...
-    @staticmethod
-    def window_cells(wide: bool) -> list[Tensor]: ...
+    def window_cells(self, wide: bool) -> list[Tensor]: ...

@@ -21,8 +21,10 @@ except ImportError as error:
 
 from .accumulate import accumulate_
 from .backends import cpu as _cpu  # noqa: F401  loads the compiled ops where they are
+from .backends import cuda as _cuda  # noqa: F401
 from .backends import reference as _reference  # noqa: F401  registers the ops for every device
 from .backends.registry import BackendStatus, backends
+from .capture import GuardedGraph
 from .clip import clip_, norm_
 from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
 from .layout import n_partials
@@ -39,6 +41,7 @@ __all__ = [
     "BackendUnavailableError",
     "DenominatorError",
     "GradAccumOptimizer",
+    "GuardedGraph",
     "NonFiniteError",
     "StepResult",
     "Window",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .layout import Layout, math_dtype
+from .layout import Layout, dense_strides, math_dtype
 
 _TYPECODES: dict[torch.dtype, Any] = {torch.float64: "d", torch.int32: "i", torch.uint8: "B"}
 
@@ -32,6 +32,13 @@ class HostArray:
         self.values[:] = self._zeros
 
 
+def _scalar_on(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As float64 on a device. A number is filled in there: a copy from the host would wait for the device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device=device, dtype=torch.float64).reshape(())
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
 class WeightArrays:
     """Weights as float64 tensors: a host array per length, or a stack where one of them lives on a device."""
 
@@ -41,7 +48,7 @@ class WeightArrays:
     def tensor(self, weights: Sequence[float | torch.Tensor]) -> torch.Tensor:
         if any(isinstance(weight, torch.Tensor) for weight in weights):
             device = next(weight.device for weight in weights if isinstance(weight, torch.Tensor))
-            return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device).reshape(()) for w in weights])
+            return torch.stack([_scalar_on(weight, device) for weight in weights])
         host = self._arrays.get(len(weights))
         if host is None:
             host = self._arrays[len(weights)] = HostArray(len(weights), torch.float64)
@@ -58,7 +65,7 @@ def allocate_main_grads(layout: Layout) -> list[torch.Tensor]:
     flat = {dtype: torch.empty(size, dtype=dtype, device=layout.device) for dtype, size in layout.sizes.items()}
     views = []
     for param, offset in zip(layout.params, layout.offsets, strict=True):
-        strides = torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+        strides = dense_strides(param)
         views.append(flat[math_dtype(param.dtype)].as_strided(param.shape, strides, offset))
     return views
 

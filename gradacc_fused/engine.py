@@ -93,7 +93,7 @@ class Engine:
         )  # fmt: skip
         self._group_ids = HostArray(len(layout.params), torch.int32)
         self._group_ids.fill(layout.group_ids)
-        self.path = backend.hot_path(list(layout.params), self._group_ids.tensor)
+        self.path = backend.hot_path(list(layout.params), self._group_ids.tensor, layout.device)
         self._main_grads = None
         self._state = None
         self.unfinished_before = unfinished
@@ -180,6 +180,11 @@ class Engine:
             self.path.set_state(self.rule.name, state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps)
             self._state = state
         return state
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """What the passes of a window read and write besides parameters and gradients; other objects once exchanged."""
+        return self.path, self.partials, self._main_grads, self._state
 
     @property
     def has_state(self) -> bool:
@@ -274,9 +279,9 @@ class Engine:
                 if state.main_params[k].numel() > 0:
                     follow_param(state.main_params[k], self.layout.params[k])
             state.followed = True
+        hyper, late = fill_hyper(self._hyper, self.inner.param_groups, self.backend.host_value)
         self.path.update(
-            pieces, self._weights.tensor(factors), stored,
-            fill_hyper(self._hyper, self.inner.param_groups, self.backend.host_value), self.touched.tensor,
+            pieces, self._weights.tensor(factors), stored, hyper, late, self.touched.tensor,
             cells.multiplier, cells.found_inf, max_grad_value=self.options.max_value,
         )  # fmt: skip
         if state.main_params:

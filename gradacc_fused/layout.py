@@ -30,6 +30,13 @@ def n_partials(tensors: Iterable[torch.Tensor]) -> int:
     return max(1, sum(-(-tensor.numel() // CHUNK) for tensor in tensors))
 
 
+def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``like`` without its gaps."""
+    if like.is_contiguous():
+        return like.stride()
+    return torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
+
+
 @dataclass(frozen=True)
 class Layout:
     """The active parameters (those that require a gradient), in group order.

@@ -62,9 +62,14 @@ def _row(group: dict[str, Any]) -> list[Any]:
     return [values[column] for column in HYPER_COLUMNS]
 
 
-def fill_hyper(hyper: HostArray, param_groups: Sequence[dict[str, Any]], host_value: HostValue) -> torch.Tensor:
-    """Write the groups' rows into ``hyper``; a tensor lr is read on the host, or copied on the device."""
-    on_device = []
+Late = list[tuple[int, int, torch.Tensor]]  # (row, column, value) of hyper-parameters that only a device knows
+
+
+def fill_hyper(
+    hyper: HostArray, param_groups: Sequence[dict[str, Any]], host_value: HostValue
+) -> tuple[torch.Tensor, Late]:
+    """Write the groups' rows into ``hyper``; values that cannot be read on the host are 0 there and listed beside."""
+    on_device: Late = []
     row: list[float] = []
     for number, group in enumerate(param_groups):
         for column, value in enumerate(_row(group)):
@@ -74,10 +79,14 @@ def fill_hyper(hyper: HostArray, param_groups: Sequence[dict[str, Any]], host_va
                     on_device.append((number, column, value))
                 value = 0.0 if known is None else known
             row.append(float(value))
-    tensor = hyper.fill(row)
-    for number, column, value in on_device:
-        tensor[number, column].copy_(value.detach().reshape(()))
-    return tensor
+    return hyper.fill(row), on_device
+
+
+def with_late(rows: torch.Tensor, late: Late) -> torch.Tensor:
+    """Write the listed values into ``rows``; no sync where these lie on the values' device."""
+    for number, column, value in late:
+        rows[number, column].copy_(value.detach().reshape(()))
+    return rows
 
 
 def hyper_rows(param_groups: Sequence[dict[str, Any]]) -> torch.Tensor:
@@ -87,7 +96,7 @@ def hyper_rows(param_groups: Sequence[dict[str, Any]]) -> torch.Tensor:
         param_groups: Groups of a torch optimizer (``lr``, ``betas``, ``weight_decay``, ...); missing keys count as 0.
     """
     hyper = HostArray(len(param_groups) * len(HYPER_COLUMNS), torch.float64, (len(param_groups), len(HYPER_COLUMNS)))
-    return fill_hyper(hyper, param_groups, lambda tensor: None).clone()
+    return with_late(*fill_hyper(hyper, param_groups, lambda tensor: None)).clone()
 
 
 def adopt(value: Any, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

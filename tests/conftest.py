@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from harness import cuda_on_cpu, triton_on_cpu
 
 import gradacc_fused as gf
+from gradacc_fused.backends import registry
 
-AVAILABLE = [name for name, status in gf.backends().items() if status.available]
+# Last, after a row that serves everything: taken only by those who ask for it by name.
+registry.ROWS = (
+    *registry.ROWS,
+    *(registry.Row(module.NAME, ("cpu",), module.__name__) for module in (cuda_on_cpu, triton_on_cpu)),
+)
+# Those that serve the tensors of the tests; on a machine with a GPU bench/device_check.py compares the others.
+AVAILABLE = [name for name, status in gf.backends().items() if status.available and {"cpu", "*"} & {*status.devices}]
 COMPILED = "cpu" in AVAILABLE
 
 
@@ -19,8 +29,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def ops(backend: str):
     """The four ops of a backend, called as the schema says."""
-    from gradacc_fused.backends import registry
-
     return registry.get(backend)
 
 
@@ -34,6 +42,19 @@ def no_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRADACC_FUSED_BACKEND", raising=False)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes in ``time.sleep`` alone, so that what a stopwatch saw has an exact answer."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not COMPILED:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("compiled")])
@@ -42,3 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"torch {torch.__version__}, backends: {', '.join(AVAILABLE)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in AVAILABLE:
+        passed = [r for r in terminalreporter.getreports("passed") if f"[{name}" in r.nodeid or f"-{name}]" in r.nodeid]
+        if passed:
+            terminalreporter.write_line(f"{name}: {len(passed)} tests of the conformance suite passed")

@@ -9,21 +9,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import cuda_on_cpu, triton_on_cpu
 from models import scalar
 
 import gradacc_fused as gf
-from gradacc_fused.backends import registry
+from gradacc_fused.backends import cuda, registry
 
 PACKAGE = Path(gf.__file__).parent
 
 
 def test_every_backend_is_listed_with_a_reason_for_each_absence():
     statuses = gf.backends()
-    assert list(statuses) == ["cuda", "triton", "cpu", "reference"]
+    assert list(statuses) == [
+        "cuda",
+        "triton",
+        "cpu",
+        "reference",
+        cuda_on_cpu.NAME,
+        triton_on_cpu.NAME,
+    ]  # two are the tests' own
     for name, status in statuses.items():
         assert status.available or len(status.reason) > 20
         assert str(status).startswith(f"{name}: ")
     assert statuses["reference"].available
+
+
+@pytest.mark.skipif(cuda._C is None, reason="the CUDA extension is not built here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_cuda_extension_imports_without_a_gpu_and_says_so():
+    assert "CUDA: registered" in torch._C._dispatch_dump("gradacc_fused::update_")
+    param = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(gf.BackendUnavailableError, match="there is no usable GPU"):
+        gf.GradAccumOptimizer(torch.optim.SGD([param], lr=1.0), backend="cuda")
+
+
+@pytest.mark.skipif(cuda._C is None, reason="the CUDA extension is not built here")
+def test_the_cuda_hot_path_refuses_what_is_not_on_a_gpu():
+    with pytest.raises(ValueError, match="HotPath: device must be one of CUDA's, got cpu"):
+        cuda.hot_path([torch.ones(1)], torch.zeros(1, dtype=torch.int32), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton"])
@@ -39,7 +62,7 @@ def test_the_environment_variable_is_obeyed_or_raises(monkeypatch):
     with pytest.raises(gf.BackendUnavailableError, match="'cuda' was asked for"):
         scalar()
     monkeypatch.setenv("GRADACC_FUSED_BACKEND", "gpu")
-    with pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference, got 'gpu'"):
+    with pytest.raises(ValueError, match="must be one of cuda, triton, cpu, reference.*, got 'gpu'"):
         scalar()
     assert scalar("reference")[1].backend == "reference"  # the argument comes first
 
@@ -69,10 +92,11 @@ def test_importing_the_package_is_enough_for_compiled_ops():
 LEVELS = [
     {"errors", "results", "options"},
     {"layout"},
-    {"checks", "collector", "attach", "guards", "hooks", "buffers", "memory"},
+    {"capture", "checks", "collector", "attach", "guards", "hooks", "buffers", "memory"},
     {"_ops", "rules"},
-    {"backends.base", "backends.ops_path"},
-    {"backends.reference", "backends.cpu"},
+    {"backends.base", "backends.extension", "backends.ops_path"},
+    {"backends.reference", "backends.cpu", "backends.device_path"},
+    {"backends.cuda", "backends.triton"},
     {"backends.registry"},
     {"accumulate", "clip", "update", "engine"},
     {"publish", "checkpoint", "window"},

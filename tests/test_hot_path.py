@@ -6,10 +6,15 @@ import pytest
 import torch
 
 import gradacc_fused as gf
+from gradacc_fused.backends import registry
+from gradacc_fused.backends.device_path import DevicePath
+from gradacc_fused.backends.ops_path import OpsPath
 from tests.sweep import assert_same_bits, streaming_from, sweep
 
 pytestmark = pytest.mark.compiled
 
+CPU = torch.device("cpu")
+WAYS = (None, OpsPath, DevicePath)  # the backend's own, and those over the registered ops
 # Tails of every length class, a whole chunk and more, empty, one element.
 SHAPES = [(1,), (0,), (7, 3), (100,), (256,), (700,), (65536 + 300,), (2, 3, 8, 8)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -48,15 +53,17 @@ INNERS = {
 }
 
 
-def train(inner: str, by_ops: bool = False, defer: int = 1, norm_type: float = 2.0) -> list[torch.Tensor]:
+def train(
+    inner: str, path: type | None = None, defer: int | str = 1, norm_type: float = 2.0, backend: str = "cpu"
+) -> list[torch.Tensor]:  # fmt: skip
     params = make_params()
     opt = gf.GradAccumOptimizer(
         INNERS[inner]([{"params": params[:9]}, {"params": params[9:], "lr": 0.01}]),
         accumulation_steps=4, weighting="given", max_grad_norm=1.0, max_grad_value=0.3, norm_type=norm_type,
-        defer=defer, backend="cpu",
+        defer=defer, backend=backend,
     )  # fmt: skip
-    if by_ops:
-        through_ops(opt)
+    if path is not None:
+        go_through(path, opt)
     norms = []
     for step in range(8):
         set_grads(params, step)
@@ -67,13 +74,11 @@ def train(inner: str, by_ops: bool = False, defer: int = 1, norm_type: float = 2
     return [param.detach() for param in params] + state + norms
 
 
-def through_ops(opt: gf.GradAccumOptimizer) -> None:
-    """Puts the reference's way in front of the compiled ops."""
-    from gradacc_fused.backends import cpu
-    from gradacc_fused.backends.ops_path import OpsPath
-
+def go_through(path: type, opt: gf.GradAccumOptimizer) -> None:
+    """Puts a Python path over the registered ops in place of the backend's own."""
     engine = opt._engine
-    engine.path = OpsPath(cpu, engine.layout.params, torch.tensor(engine.layout.group_ids, dtype=torch.int32))
+    group_ids = torch.tensor(engine.layout.group_ids, dtype=torch.int32)
+    engine.path = path(engine.backend, engine.layout.params, group_ids, CPU)
     _ = engine.state, engine.main_grads
     state = engine._state
     engine.path.set_state(engine.rule.name, state.main_params, state.exp_avgs, state.exp_avg_sqs, state.steps)
@@ -82,8 +87,9 @@ def through_ops(opt: gf.GradAccumOptimizer) -> None:
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_both_ways_give_the_same_bits(inner, norm_type):
-    assert_same_bits([train(inner, by_ops, norm_type=norm_type) for by_ops in (False, True)])
+@pytest.mark.parametrize("defer", [1, 2, "auto"])
+def test_all_ways_give_the_same_bits(backend, inner, norm_type, defer):
+    assert_same_bits([train(inner, way, defer, norm_type, backend) for way in WAYS])
 
 
 @pytest.mark.parametrize("streaming", [0, 1 << 40], ids=["past the cache", "through the cache"])
@@ -176,10 +182,9 @@ def test_state_whose_memory_was_exchanged_is_found_again():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_cells_of_a_window_are_tensors_of_their_own(wide):
-    from gradacc_fused import _C
-
-    cells = _C.HotPath.window_cells(wide)
+def test_the_cells_of_a_window_are_tensors_of_their_own(backend, wide):
+    path = registry.get(backend).hot_path([torch.ones(1)], torch.zeros(1, dtype=torch.int32), CPU)
+    cells = path.window_cells(wide)
     for number, cell in enumerate(cells):
         cell.fill_(number + 0.5)
     assert [float(cell) for cell in cells] == [0.5, 1.5, 2.5, 3.5, 4.5]
@@ -187,3 +192,63 @@ def test_the_cells_of_a_window_are_tensors_of_their_own(wide):
     assert [cell.dtype for cell in cells] == [norm, norm, torch.float64, torch.float64, torch.float32]
     assert all(cell.shape == () and cell.is_contiguous() and not cell.requires_grad for cell in cells)
     assert float(cells[1].clone()) == 1.5 and float(cells[4] + cells[2]) == 7.0
+
+
+def path_of_one(backend: str, way: type | None):
+    """A path over one parameter of three ones, whose main grad is ones; SGD without momentum."""
+    param, group_ids = torch.ones(3), torch.zeros(1, dtype=torch.int32)
+    module = registry.get(backend)
+    path = module.hot_path([param], group_ids, CPU) if way is None else way(module, [param], group_ids, CPU)
+    path.set_state("sgd", [], [], [], torch.zeros(1))
+    path.set_main_grads([torch.ones(3)])
+    return param, path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_lr_that_only_the_device_knows_is_read_there_at_each_step(backend, way):
+    param, path = path_of_one(backend, way)
+    hyper, lr = gf.hyper_rows([{"lr": 0.0}]), torch.tensor([0.25])
+    rest = torch.ones(1, dtype=torch.uint8), torch.ones((), dtype=torch.float64), torch.zeros(()), float("inf")
+    none = torch.empty(0, dtype=torch.float64)
+    path.update([], none, True, hyper, [(0, 0, lr)], *rest)
+    assert param.tolist() == [0.75] * 3
+    lr.fill_(0.125)
+    path.update([], none, True, hyper, [(0, 0, lr)], *rest)
+    assert param.tolist() == [0.625] * 3
+    path.update([], none, True, gf.hyper_rows([{"lr": 0.0}]), [], *rest)  # the host's own again
+    assert param.tolist() == [0.625] * 3
+
+
+def test_parameters_that_moved_within_one_storage_are_found(backend):
+    flat = torch.zeros(8)
+    params = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
+    params[0].data, params[1].data = flat[:4], flat[4:]
+    opt = gf.GradAccumOptimizer(torch.optim.SGD(params, lr=1.0), backend=backend)
+
+    def step() -> None:
+        for number, param in enumerate(params, start=1):
+            param.grad = torch.full((4,), float(number))
+        opt.step()
+
+    step()
+    params[0].data, params[1].data = params[1].data, params[0].data
+    step()
+    assert flat.tolist() == [-1.0 - 2.0] * 4 + [-2.0 - 1.0] * 4
+
+
+@pytest.mark.parametrize("inner", ["adamw", "momentum"])
+def test_another_memory_order_is_taken_up(backend, inner):
+    """``model.to(memory_format=...)`` after the optimizer was made: state follows, and nothing is refused."""
+    torch.manual_seed(0)
+    start = torch.randn(3, 4, 5, 6)
+    param, twin = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    opt = gf.GradAccumOptimizer(INNERS[inner]([param]), backend=backend)
+    other = INNERS[inner]([twin])
+    for step in range(4):
+        if step == 2:
+            param.data = param.data.to(memory_format=torch.channels_last)
+        grad = torch.randn(3, 4, 5, 6)
+        param.grad, twin.grad = grad.clone().to(memory_format=torch.channels_last), grad.clone()
+        opt.step()
+        other.step()
+        torch.testing.assert_close(param.detach(), twin.detach(), rtol=2e-6, atol=1e-6)

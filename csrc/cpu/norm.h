@@ -18,7 +18,7 @@ class NormCells {
   NormCells(const char* op, const at::Tensor& partials, const at::Tensor& found_inf, double norm_type, size_t chunks)
       : wanted_(partials.numel() > 0), partials_(partials), found_inf_(found_inf) {
     check_norm_type(op, norm_type);
-    kind_ = norm_type == 2.0 ? NormKind::kTwo : NormKind::kInf;
+    kind_ = kind_of(norm_type);
     if (!wanted_) return;
     check_cells(op, "partials", partials, at::kDouble, static_cast<int64_t>(chunks));
     check_cell(op, "found_inf", found_inf);
@@ -43,10 +43,6 @@ class NormCells {
       *cell.mutable_data_ptr<float>() = static_cast<float>(value);
     }
     bump_version(cell);
-  }
-
-  static double get_cell(const at::Tensor& cell) {
-    return cell.scalar_type() == at::kDouble ? *cell.const_data_ptr<double>() : *cell.const_data_ptr<float>();
   }
 
  private:

@@ -7,9 +7,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "../element.h"
 #include "../update_math.h"
+#include "../update_row.h"
 #include "chunks.h"
-#include "element.h"
 #include "gather.h"
 #include "norm.h"
 #include "simd.h"
@@ -41,14 +42,8 @@ GRADACC_INLINE void prefetch(const AccumulateRow& row, int64_t start, int64_t n)
 void accumulate_pass(const Chunks& chunks, const std::vector<AccumulateRow>& rows, const Gradients& added,
                      NormCells& cells);
 
-struct UpdateRow {
-  const void* main_grad = nullptr;  // Math[], or nullptr: the gradient starts from zero
-  void* param = nullptr;            // nullptr: not touched in this window
-  void* main_param = nullptr;       // Math[], or nullptr: the parameter itself is read and written
-  void* exp_avg = nullptr;          // Math[]; sgd: momentum buffer, or nullptr
-  void* exp_avg_sq = nullptr;       // Math[]
-  Dtype param_dtype = Dtype::kFloat32;
-  bool is_double = false;
+// A row whose param is nullptr is not touched in this window.
+struct StepRow : UpdateRow {
   int32_t scalars = 0;  // index
 };
 
@@ -59,7 +54,7 @@ GRADACC_INLINE void prefetch(const UpdateRow& row, int64_t start, int64_t n) {
   prefetch(row.main_param, start, n, math_bytes);
   prefetch(row.exp_avg, start, n, math_bytes);
   prefetch(row.exp_avg_sq, start, n, math_bytes);
-  prefetch(row.param, start, n, element_bytes(row.param_dtype));
+  prefetch(row.param, start, n, element_bytes(static_cast<Dtype>(row.param_dtype)));
 }
 
 template <typename Rows>
@@ -80,8 +75,7 @@ class StepScalars {
   // Advances the step of a touched tensor; returns the index of its scalars. with_buffer: it has a momentum buffer.
   int32_t advance(int32_t group, float& step, bool with_buffer) {
     const double* row = rows_ + group * kHyperColumns;
-    // sgd counts the updates of its momentum buffer, so that the first one is known.
-    if (rule_ != Rule::kSgd || (with_buffer && row[kMomentum] != 0.0)) step += 1.0f;
+    if (step_counts(rule_, row, with_buffer)) step += 1.0f;
     if (narrow_.empty() || group != group_ || step != step_) {
       narrow_.push_back(rule_scalars<float>(rule_, row, step));
       wide_.push_back(rule_scalars<double>(rule_, row, step));
@@ -111,18 +105,18 @@ class StepScalars {
 };
 
 // multiplier: finite; multiplies the gradient. max_grad_value: bound of its elements after that, inf for none.
-void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const Gradients& added,
+void update_pass(const Chunks& chunks, const std::vector<StepRow>& rows, const Gradients& added,
                  const StepScalars& scalars, double multiplier, double max_grad_value);
 
 // Whether a step may write anything: no gradient was found not finite, and the multiplier is.
 inline bool step_applies(const at::Tensor& multiplier, const at::Tensor& found_inf) {
-  return NormCells::get_cell(found_inf) == 0.0 && std::isfinite(NormCells::get_cell(multiplier));
+  return host_cell(found_inf) == 0.0 && std::isfinite(host_cell(multiplier));
 }
 
 // The update of a step that applies: counts it for the touched tensors, then runs the pass.
 // rows: filled but for their scalars; those of other tensors lose their parameter. next_steps: gets the steps to store
 // once everything is written.
-inline void update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, const Gradients& added,
+inline void update_touched(const Chunks& chunks, std::vector<StepRow>& rows, const Gradients& added,
                            StepScalars& scalars, const at::Tensor& group_ids, const at::Tensor& touched,
                            const at::Tensor& steps, bool with_buffer, const at::Tensor& multiplier,
                            double max_grad_value, std::vector<float>& next_steps) {
@@ -137,7 +131,7 @@ inline void update_touched(const Chunks& chunks, std::vector<UpdateRow>& rows, c
       rows[i].param = nullptr;
     }
   }
-  update_pass(chunks, rows, added, scalars, NormCells::get_cell(multiplier), max_grad_value);
+  update_pass(chunks, rows, added, scalars, host_cell(multiplier), max_grad_value);
 }
 
 inline void store_steps(const at::Tensor& steps, const std::vector<float>& next_steps) {

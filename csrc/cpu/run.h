@@ -4,26 +4,14 @@
 
 #include <cstdint>
 
+#include "../element.h"
+#include "../source.h"
 #include "../update_math.h"
-#include "element.h"
 #include "simd.h"
 
 namespace gradacc {
 
 constexpr int kRun = 4;  // micro-batches that are summed in one loop
-
-// One micro-batch's gradient of one tensor.
-struct Source {
-  const void* data = nullptr;  // nullptr: the micro-batch did not reach this parameter
-  Dtype dtype = Dtype::kFloat32;
-};
-
-// m micro-batches' gradients of a list of tensors.
-struct Gradients {
-  const Source* const* sources = nullptr;  // [m][tensors]
-  const double* weights = nullptr;         // [m]
-  int64_t m = 0;
-};
 
 // Some of the micro-batches that count, of one dtype.
 struct Taken {

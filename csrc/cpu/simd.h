@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "element.h"
+#include "../element.h"
 #include "isa.h"
 
 #if GRADACC_X86

@@ -4,21 +4,16 @@
 
 #include <cstdint>
 
-#include "element.h"
+#include "../element.h"
+#include "../norm_math.h"
 #include "gather.h"
 #include "simd.h"
 
 namespace gradacc {
 
-enum class NormKind : int { kTwo, kInf };
-
 template <typename Math, typename Element>
 GRADACC_INLINE void load_elements(Math* tile, const Element* source, int64_t n) {
   for (int64_t i = 0; i < n; ++i) tile[i] = static_cast<Math>(widen(source[i]));
-}
-
-GRADACC_INLINE bool exponent_full(double value) {
-  return (to_bits(value) & 0x7ff0000000000000u) == 0x7ff0000000000000u;
 }
 
 // Sum of squares or maximum magnitude of a chunk in fp64, with the check for non-finite elements.
@@ -57,8 +52,7 @@ struct ChunkNorm {
     for (int lane = 0; lane < kLanes; ++lane) folded[lane] = lanes[lane];
     for (int width = kLanes / 2; width > 0; width /= 2) {
       for (int lane = 0; lane < width; ++lane) {
-        const double other = folded[lane + width];
-        folded[lane] = kind == NormKind::kTwo ? folded[lane] + other : larger(folded[lane], other);
+        folded[lane] = with_part(folded[lane], folded[lane + width], kind);
       }
     }
     if (sizeof(Math) == sizeof(float)) nonfinite = exponent_full(folded[0]);
@@ -66,12 +60,9 @@ struct ChunkNorm {
   }
 
  private:
-  // A NaN on either side stays.
-  static GRADACC_INLINE double larger(double a, double b) { return a != a ? a : (b > a || b != b ? b : a); }
   template <typename Math>
   GRADACC_INLINE void add(int lane, Math value, NormKind kind) {
-    const double wide = static_cast<double>(value);
-    lanes[lane] = kind == NormKind::kTwo ? lanes[lane] + wide * wide : larger(lanes[lane], wide < 0 ? -wide : wide);
+    lanes[lane] = with_element(lanes[lane], value, kind);
   }
 };
 

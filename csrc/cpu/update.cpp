@@ -10,7 +10,7 @@ namespace gradacc {
 namespace {
 
 struct UpdateArgs {
-  const UpdateRow& row;
+  const StepRow& row;
   const Gradients& added;
   const Chunk& chunk;
   const StepScalars& scalars;
@@ -31,13 +31,6 @@ struct Tile {
 
 struct NoCopy {};
 
-template <typename Math>
-GRADACC_INLINE Math scaled_and_clamped(const Tile<Math>& tile, int64_t i) {
-  Math value = tile.grad[i] * tile.multiplier;
-  value = value > tile.bound ? tile.bound : value;
-  return value < -tile.bound ? -tile.bound : value;
-}
-
 // Elements 0 to n. copies: the low-precision parameter, written from the updated value; NoCopy: there is none.
 template <bool kL2, typename Math, typename Copy>
 GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t n, Rule rule,
@@ -48,7 +41,7 @@ GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t 
     GRADACC_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
       Math param = tile.param[i];
-      rule_of_one(param, scaled_and_clamped(tile, i), i);
+      rule_of_one(param, scaled_and_clamped(tile.grad[i], tile.multiplier, tile.bound), i);
       tile.param[i] = param;
       if constexpr (!std::is_same_v<Copy, NoCopy>) narrow(param, copies[i]);
     }
@@ -100,7 +93,7 @@ template <typename Simd, typename Math, typename Copy>
 GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   constexpr bool kCopies = !std::is_same_v<Copy, NoCopy>;
   using Element = std::conditional_t<kCopies, Copy, Math>;  // what gradients usually are
-  const UpdateRow& row = args.row;
+  const StepRow& row = args.row;
   const RuleScalars<Math> scalars = args.scalars.of<Math>(row.scalars);
   const Gradient gradient{row.main_grad, args.added, args.chunk.tensor};
   const auto at = [&](void* array, int64_t start)
@@ -152,7 +145,7 @@ GRADACC_INLINE void update_any(const UpdateArgs& args) {
     separate ? update_chunk<Simd, double, double>(args) : update_chunk<Simd, double, NoCopy>(args);
     return;
   }
-  switch (args.row.param_dtype) {
+  switch (static_cast<Dtype>(args.row.param_dtype)) {
     case Dtype::kBFloat16:
       return update_chunk<Simd, float, BFloat16>(args);
     case Dtype::kFloat16:
@@ -169,12 +162,12 @@ constexpr IsaLoops<void(const UpdateArgs&)> kUpdate{update_plain, update_avx2, u
 
 }  // namespace
 
-void update_pass(const Chunks& chunks, const std::vector<UpdateRow>& rows, const Gradients& added,
+void update_pass(const Chunks& chunks, const std::vector<StepRow>& rows, const Gradients& added,
                  const StepScalars& scalars, double multiplier, double max_grad_value) {
   const Isa isa = current_isa();
   const auto loop = kUpdate.of(isa);
   chunks.for_each([&](int64_t k) {
-    const UpdateRow& row = rows[chunks[k].tensor];
+    const StepRow& row = rows[chunks[k].tensor];
     prefetch_ahead(chunks, k, rows, added);
     if (row.param) loop({row, added, chunks[k], scalars, isa, multiplier, max_grad_value});
   });

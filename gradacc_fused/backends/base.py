@@ -30,7 +30,7 @@ class Backend(Protocol):
     def host_value(self, tensor: torch.Tensor) -> float | None:
         """The value of a one-element tensor if it lies in host memory and can be read without an operator call."""
 
-    def hot_path(self, params: Sequence[torch.Tensor], group_ids: torch.Tensor) -> Any:
+    def hot_path(self, params: Sequence[torch.Tensor], group_ids: torch.Tensor, device: torch.device) -> Any:
         """The optimizer's own way into the passes: what ops_path.OpsPath does."""
 
     @property

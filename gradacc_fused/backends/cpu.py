@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from .. import _ops, checks, layout
+from .. import _ops
+from . import extension
 
-_C: Any
-try:
-    _C = importlib.import_module("gradacc_fused._C")
-except ImportError as error:  # told by unavailable_reason(); importing the package never fails for want of a backend
-    _C = None
-    _import_error = error
+_C, _import_error = extension.load("_C")
 
 Collector: Any = None if _C is None else _C.Collector
 StateRecord: Any = None if _C is None else _C.StateRecord
@@ -31,7 +26,7 @@ def unavailable_reason() -> str | None:
             f"the compiled extension is not here ({_import_error}). With a C++ compiler on PATH, run "
             "'pip install --no-build-isolation .' in the source tree."
         )
-    if _C.CHUNK != layout.CHUNK or len(checks.HYPER_COLUMNS) != _C.HYPER_COLUMNS:
+    if not extension.is_of_this_version(_C):
         return "the compiled extension is of another version than the Python files. Reinstall the package."
     try:
         _C.isa()

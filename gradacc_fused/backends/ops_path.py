@@ -1,4 +1,4 @@
-"""The optimizer's way into the passes by the registered ops: the twin of csrc/cpu/hot_path.cpp for any backend."""
+"""The optimizer's way into the passes by the registered ops: the twin of the compiled hot paths for any backend."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..collector import Piece
+from ..rules import Late, with_late
 
 Tensors = Sequence[torch.Tensor]
 
@@ -19,13 +20,14 @@ class OpsPath:
         ops: A backend's ops: ``accumulate_``, ``norm_``, ``clip_``, ``update_``.
         params: The active parameters.
         group_ids: int32, the group of each.
+        device: Where they lie.
     """
 
-    def __init__(self, ops: Any, params: Tensors, group_ids: torch.Tensor) -> None:
+    def __init__(self, ops: Any, params: Tensors, group_ids: torch.Tensor, device: torch.device) -> None:
         self._ops = ops
         self._params = list(params)
         self._group_ids = group_ids
-        self._absent = self._params[0].new_empty(0) if self._params else torch.empty(0)
+        self._absent = torch.empty(0, device=device)
         self._main_grads: list[torch.Tensor] = []
         self._state: tuple[Any, ...] = ()
         self._rule = ""
@@ -65,13 +67,18 @@ class OpsPath:
             norm_type=norm_type, max_norm=max_norm,
         )  # fmt: skip
 
+    def _hyper_rows(self, host: torch.Tensor, late: Late) -> torch.Tensor:
+        """The rows with what only the device knows."""
+        return with_late(host.to(self._absent.device, copy=True), late) if late else host
+
     def update(
-        self, pieces: Sequence[Piece], weights: torch.Tensor, stored: bool, hyper: torch.Tensor,
+        self, pieces: Sequence[Piece], weights: torch.Tensor, stored: bool, hyper: torch.Tensor, late: Late,
         touched: torch.Tensor, multiplier: torch.Tensor, found_inf: torch.Tensor, max_grad_value: float,
     ) -> None:  # fmt: skip
         self._ops.update_(
-            self._params, *self._state, self._main_grads if stored else [], self._flat(pieces), weights, hyper,
-            self._group_ids, touched, multiplier, found_inf, rule=self._rule, max_grad_value=max_grad_value,
+            self._params, *self._state, self._main_grads if stored else [], self._flat(pieces), weights,
+            self._hyper_rows(hyper, late), self._group_ids, touched, multiplier, found_inf, rule=self._rule,
+            max_grad_value=max_grad_value,
         )  # fmt: skip
 
     def window_cells(self, wide: bool) -> list[torch.Tensor]:

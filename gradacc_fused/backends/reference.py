@@ -36,9 +36,9 @@ def host_value(tensor: torch.Tensor) -> float | None:
     return None
 
 
-def hot_path(params: Tensors, group_ids: torch.Tensor) -> OpsPath:
+def hot_path(params: Tensors, group_ids: torch.Tensor, device: torch.device) -> OpsPath:
     """The optimizer's way into these ops."""
-    return OpsPath(sys.modules[__name__], params, group_ids)
+    return OpsPath(sys.modules[__name__], params, group_ids, device)
 
 
 def _memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,10 @@ class Row:
 
 # Documented order: the first row that serves the device and can run is taken.
 ROWS = (
-    Row("cuda", ("cuda",), None, "this version has no CUDA kernels yet; CUDA tensors run on 'reference'."),
-    Row("triton", ("cuda",), None, "this version has no Triton kernels yet; CUDA tensors run on 'reference'."),
-    Row("cpu", ("cpu",), "cpu"),
-    Row("reference", ("*",), "reference"),
+    Row("cuda", ("cuda",), f"{__package__}.cuda"),
+    Row("triton", ("cuda",), f"{__package__}.triton"),
+    Row("cpu", ("cpu",), f"{__package__}.cpu"),
+    Row("reference", ("*",), f"{__package__}.reference"),
 )
 
 
@@ -56,7 +56,7 @@ def _load(name: str) -> tuple[Backend | None, str]:
     row = next(row for row in ROWS if row.name == name)
     if row.module is None:
         return None, row.absent
-    module = cast(Backend, importlib.import_module(f".{row.module}", __package__))
+    module = cast(Backend, importlib.import_module(row.module))
     reason = module.unavailable_reason()
     return (module, "") if reason is None else (None, reason)
 

@@ -1,0 +1,56 @@
+"""Memory order: kernels walk a tensor linearly, in the order of its parameter's strides; others go through copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def same_order(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    return all(
+        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+
+
+class DenseTensors:
+    """Tensors in the wanted order for the length of one op; written ones are copied back at its end."""
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+        self._written: list[torch.Tensor] = []
+        self._copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+        if same_order(tensor, strides):
+            return tensor
+        copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self._held.append(copy)
+        return copy
+
+    def write(self, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+        """Raises ValueError where the tensor overlaps itself."""
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                "a tensor that is written must not overlap itself (an expanded tensor does), got strides "
+                f"{list(tensor.stride())} for shape {list(tensor.shape)}. Call .contiguous() or .clone() on it."
+            )
+        dense = self.read(tensor, strides)
+        if dense is not tensor:
+            self._copied_back.append((tensor, dense))
+        else:
+            self._written.append(tensor)
+        return dense
+
+    def finish(self) -> None:
+        """Call once the kernel is enqueued."""
+        for tensor, dense in self._copied_back:
+            tensor.copy_(dense)
+        bump_versions(self._written)
+
+
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """As torch's own in-place ops do; an inference tensor has no version."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
