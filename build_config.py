@@ -20,7 +20,8 @@ from pathlib import Path
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 # --fmad=false: as -ffp-contract=off, only those multiply-adds are fused that are spelled so.
 NVCC_FLAGS = ["-O3", "--fmad=false", "-std=c++17", "-lineinfo"]
-CPU_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+# -g0: Python's own flags ask for debug information, which costs a third of the time and is stripped by the linker.
+CPU_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 
 class BuildError(RuntimeError):

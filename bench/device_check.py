@@ -3,7 +3,8 @@
     python bench/device_check.py --json bench/results/device_check.json
 
 Needs torch and a toolkit, nothing else, and takes under five minutes. ``--device cpu`` runs the same script on the cpu
-backend: what only a GPU has is told as such. The exit status is 1 where a check failed.
+backend: what only a GPU has is told as such. ``--backend triton`` checks and times that one; without, the first one of
+the device is, and the others there are get some conformance cases. The exit status is 1 where a check failed.
 """
 
 from __future__ import annotations
@@ -29,12 +30,25 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from bench.device_numbers import Row, boundary, conformance, graph, moved, step_graph, sync, whole_windows  # noqa: E402
+from bench.device_numbers import (  # noqa: E402
+    FEW,
+    Row,
+    boundary,
+    conformance,
+    graph,
+    moved,
+    others,
+    some_of,
+    step_graph,
+    sync,
+    whole_windows,
+)  # fmt: skip
 
 COUNTED = ((10, 1, 1), (10, 8, 1), (1000, 8, 1), (1000, 8, 4), (4000, 8, 4))  # tensors, k, m
 TIMED = {"gpt2": 4, "small": 4}  # parameter list -> k
 REPEATS = 20
 SANITIZER_SECONDS = 60
+OURS = ("gradacc", "accumulate_kernel", "clip_kernel", "update_kernel")  # in kernels' names: CUDA's, Triton's
 PEERS = {"apex": "apex.optimizers", "transformer_engine": "transformer_engine.pytorch.optimizers"}
 
 
@@ -95,7 +109,7 @@ def counts(device: torch.device) -> Iterator[Row]:
             names = [event.name for event in done if event.device_type == torch.autograd.DeviceType.CUDA]
             copies = [name for name in names if name.startswith("Memcpy")]
             kernels = [name for name in names if not name.startswith(("Memcpy", "Memset"))]
-            others = [name for name in kernels if "gradacc" not in name]
+            others = [name for name in kernels if not any(ours in name for ours in OURS)]
         else:
             kernels, copies, others = [e.name for e in done if e.name.startswith("gradacc_fused::")], [], []
         most = -(-k // m) + 2  # flushes, closing pass; clip, update
@@ -283,7 +297,7 @@ def timings(device: torch.device, repeats: int) -> Iterator[Row]:
             del windows, stock
 
 
-def sanitizer(device: torch.device) -> Iterator[Row]:
+def sanitizer(device: torch.device, backend: str | None) -> Iterator[Row]:
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     tool = shutil.which("compute-sanitizer") or (str(home) if home.exists() else None)
     for kind in ("memcheck", "racecheck"):
@@ -292,6 +306,7 @@ def sanitizer(device: torch.device) -> Iterator[Row]:
             yield Row("sanitizer", what, "not found" if device.type == "cuda" else "only for a GPU")
             continue
         again = [sys.executable, __file__, "--only", "conformance", "--no-build", "--few"]
+        again += ["--backend", backend] if backend else []
         command = [tool, "--tool", kind, "--error-exitcode", "9", *again]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor is an allocation of its own
         try:
@@ -314,18 +329,24 @@ def run(options: argparse.Namespace) -> list[Row]:
     rows = [] if options.no_build else [build(device)]
     from gradacc_fused.backends import registry
 
-    ops, cpu = registry.get(device.type), registry.get("cpu")
-    stride = 8 if options.few else 1
+    chosen = options.backend or device.type
+    if options.backend:
+        os.environ[registry.VARIABLE] = chosen  # the optimizers here take it too
+    ops, cpu = registry.get(chosen, device), registry.get("cpu")
+    stride = FEW if options.few else 1
     wanted: dict[str, Callable[[], Any]] = {
         "conformance": lambda: chain(
-            conformance(ops, cpu, device, stride), boundary(ops, cpu, device, stride), [whole_windows(device)]
+            conformance(ops, cpu, device, stride),
+            boundary(ops, cpu, device, stride),
+            [whole_windows(device)],
+            chain.from_iterable(some_of(other, cpu, device) for other in others(device, chosen)),
         ),
         "launches": lambda: counts(device),
         "sync": lambda: [no_sync(device)],
         "graph": lambda: [graph(ops, device), step_graph(device)],
         "host": lambda: host_times(device, options.repeats),
         "speed": lambda: chain(timings(device, options.repeats), peers(device, options.repeats)),
-        "sanitizer": lambda: sanitizer(device),
+        "sanitizer": lambda: sanitizer(device, options.backend),
     }
     for name in options.only or CHECKS:
         for row in without_end(name, wanted[name]):
@@ -359,6 +380,7 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python bench/device_check.py", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backend", metavar="NAME", help="the one to check (default: the first that can run)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write environment and rows")
     parser.add_argument("--only", action="append", choices=CHECKS, help="a check; repeatable (default: all)")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"timed repeats ({REPEATS})")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 F64 = torch.float64
+FEW = 8  # every eighth case
 
 
 @dataclass
@@ -191,6 +193,22 @@ def whole_windows(device: torch.device) -> Row:
             wrong.append(f"{inner}/{defer}")
     found = f"{len(kinds) - len(wrong)} of {len(kinds)}" + (f": not {', '.join(wrong)}" if wrong else "")
     return Row("conformance", "whole windows of the optimizer equal to cpu's", found, not wrong)
+
+
+def others(device: torch.device, name: str) -> list[str]:
+    """Backends of the device beside ``name`` that promise its bits; the reference does not."""
+    from gradacc_fused.backends import registry
+
+    known = {other: status for other, status in registry.backends().items() if device.type in status.devices}
+    return [other for other, status in known.items() if status.available and other != name]
+
+
+def some_of(name: str, cpu: Any, device: torch.device) -> Iterator[Row]:
+    """Some conformance cases of another backend."""
+    from gradacc_fused.backends import registry
+
+    for row in chain(*(check(registry.get(name), cpu, device, FEW) for check in (conformance, boundary))):
+        yield replace(row, what=f"{name}: {row.what}")
 
 
 def graph(ops: Any, device: torch.device) -> Row:

@@ -93,8 +93,9 @@ inline void check_update_cells(const at::Tensor& steps, const at::Tensor& group_
 inline Rule parse_rule(c10::string_view rule) {
   if (rule == "adamw") return Rule::kAdamW;
   if (rule == "adam") return Rule::kAdam;
-  TORCH_CHECK_VALUE(rule == "sgd", "update_: rule must be adamw, adam or sgd, got '", std::string(rule), "'.");
-  return Rule::kSgd;
+  if (rule == "sgd") return Rule::kSgd;
+  TORCH_CHECK_VALUE(rule == "lion", "update_: rule must be adamw, adam, sgd or lion, got '", std::string(rule), "'.");
+  return Rule::kLion;
 }
 
 inline void check_norm_type(const char* op, double norm_type) {
@@ -195,7 +196,7 @@ inline void check_state_lengths(Rule rule, at::TensorList main_params, at::Tenso
                                 at::TensorList exp_avg_sqs, int64_t count) {
   check_length("update_", "main_params", main_params.size(), count, true);
   check_length("update_", "exp_avgs", exp_avgs.size(), count, rule == Rule::kSgd);
-  check_length("update_", "exp_avg_sqs", exp_avg_sqs.size(), rule == Rule::kSgd ? 0 : count, false);
+  check_length("update_", "exp_avg_sqs", exp_avg_sqs.size(), formula_of(rule) == Formula::kAdam ? count : 0, false);
 }
 
 inline void check_state(const char* name, at::TensorList list, at::TensorList params, bool may_be_absent,

@@ -1,8 +1,9 @@
 // The update rules, one formula each, shared by the CPU and the CUDA kernels.
 //
 // Formulas: torch.optim.Adam, AdamW and SGD (documentation of torch.optim; Loshchilov and Hutter 2019 for the decoupled
-// decay). Scalars that depend on the step count are taken in double once per tensor; elements are updated in Math
-// (float, or double for float64 parameters). Every fused multiply-add is spelled out: builds switch contraction off.
+// decay), Lion (Chen et al. 2023, algorithm 2). Scalars that depend on the step count are taken in double once per
+// tensor; elements are updated in Math (float, or double for float64 parameters). Every fused multiply-add is spelled
+// out: builds switch contraction off.
 #pragma once
 
 #include <cmath>
@@ -27,7 +28,14 @@ enum Hyper : int {
   kHyperColumns = 9,
 };
 
-enum class Rule : int { kAdamW = 0, kAdam = 1, kSgd = 2 };
+enum class Rule : int { kAdamW = 0, kAdam = 1, kSgd = 2, kLion = 3 };
+
+// What is compiled apart: Adam and AdamW differ in their scalars alone.
+enum class Formula { kAdam, kSgd, kLion };
+
+constexpr Formula formula_of(Rule rule) {
+  return rule == Rule::kSgd ? Formula::kSgd : rule == Rule::kLion ? Formula::kLion : Formula::kAdam;
+}
 
 GRADACC_HOST_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 GRADACC_HOST_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
@@ -67,8 +75,9 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   RuleScalars<Math> s;
   s.lr = static_cast<Math>(row[kLr]);
   s.sign = row[kMaximize] != 0.0 ? Math(-1) : Math(1);
-  s.weight_decay = rule == Rule::kAdamW ? Math(0) : static_cast<Math>(row[kWeightDecay]);
-  s.decay = rule == Rule::kAdamW ? static_cast<Math>(1.0 - row[kLr] * row[kWeightDecay]) : Math(1);
+  const bool decoupled = rule == Rule::kAdamW || rule == Rule::kLion;
+  s.weight_decay = decoupled ? Math(0) : static_cast<Math>(row[kWeightDecay]);
+  s.decay = decoupled ? static_cast<Math>(1.0 - row[kLr] * row[kWeightDecay]) : Math(1);
   if (rule == Rule::kSgd) {
     s.momentum = static_cast<Math>(row[kMomentum]);
     s.one_minus_dampening = step > 1.0 ? static_cast<Math>(1.0 - row[kDampening]) : Math(1);
@@ -78,6 +87,7 @@ GRADACC_HOST_DEVICE RuleScalars<Math> rule_scalars(Rule rule, const double* row,
   s.one_minus_beta1 = static_cast<Math>(1.0 - row[kBeta1]);
   s.beta2 = static_cast<Math>(row[kBeta2]);
   s.one_minus_beta2 = static_cast<Math>(1.0 - row[kBeta2]);
+  if (rule == Rule::kLion) return s;
   const double bias_correction2_sqrt = sqrt(1.0 - whole_power(row[kBeta2], step));
   s.eps = static_cast<Math>(row[kEps] * bias_correction2_sqrt);
   s.step_size = static_cast<Math>(row[kLr] * bias_correction2_sqrt / (1.0 - whole_power(row[kBeta1], step)));
@@ -127,6 +137,17 @@ GRADACC_HOST_DEVICE void sgd_momentum(Math& param, Math grad, Math& momentum_buf
   momentum_buffer = fused_multiply_add(s.momentum, momentum_buffer, s.one_minus_dampening * grad);
   const Math direction = s.nesterov ? fused_multiply_add(s.momentum, momentum_buffer, grad) : momentum_buffer;
   param = fused_multiply_add(-s.lr, direction, param);
+}
+
+// Steps by the sign (0 for NaN, as torch.sign) of the momentum as it was, moved a share of 1 - beta1 towards the
+// gradient.
+template <typename Math>
+GRADACC_HOST_DEVICE void lion(Math& param, Math grad, Math& exp_avg, const RuleScalars<Math>& s) {
+  const Math towards = grad - exp_avg;
+  const Math direction = fused_multiply_add(s.one_minus_beta1, towards, exp_avg);
+  exp_avg = fused_multiply_add(s.one_minus_beta2, towards, exp_avg);
+  const Math sign = direction > Math(0) ? Math(1) : direction < Math(0) ? Math(-1) : Math(0);
+  param = param * s.decay - s.lr * sign;
 }
 
 }  // namespace gradacc

@@ -28,6 +28,7 @@ from .capture import GuardedGraph
 from .clip import clip_, norm_
 from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
 from .layout import n_partials
+from .lion import Lion
 from .optimizer import GradAccumOptimizer
 from .results import StepResult
 from .rules import hyper_rows
@@ -42,6 +43,7 @@ __all__ = [
     "DenominatorError",
     "GradAccumOptimizer",
     "GuardedGraph",
+    "Lion",
     "NonFiniteError",
     "StepResult",
     "Window",

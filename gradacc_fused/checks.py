@@ -11,7 +11,7 @@ from .errors import dtype_name, item_name
 from .layout import GRADIENT_DTYPES, math_dtype, n_partials
 
 HYPER_COLUMNS = ("lr", "weight_decay", "maximize", "beta1", "beta2", "eps", "momentum", "dampening", "nesterov")
-RULES = ("adamw", "adam", "sgd")
+RULES = ("adamw", "adam", "sgd", "lion")
 Tensors = Sequence[torch.Tensor]
 
 
@@ -205,11 +205,11 @@ def check_update(
     max_grad_value: float,
 ) -> None:
     if rule not in RULES:
-        raise ValueError(f"update_: rule must be adamw, adam or sgd, got '{rule}'.")
+        raise ValueError(f"update_: rule must be adamw, adam, sgd or lion, got '{rule}'.")
     count = len(params)
     check_length("update_", "main_params", len(main_params), count, optional=True)
     check_length("update_", "exp_avgs", len(exp_avgs), count, optional=rule == "sgd")
-    check_length("update_", "exp_avg_sqs", len(exp_avg_sqs), 0 if rule == "sgd" else count, optional=False)
+    check_length("update_", "exp_avg_sqs", len(exp_avg_sqs), count if rule in ("adamw", "adam") else 0, optional=False)
     check_cells("update_", "steps", steps, torch.float32, count)
     check_cells("update_", "group_ids", group_ids, torch.int32, count)
     check_cells("update_", "touched", touched, torch.uint8, count)

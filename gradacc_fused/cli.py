@@ -34,6 +34,7 @@ class UpdateRule(str, Enum):
     adam = "adam"
     sgd = "sgd"
     sgd_momentum = "sgd_momentum"
+    lion = "lion"
 
 
 class Closing(str, Enum):

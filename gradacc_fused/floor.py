@@ -14,7 +14,7 @@ import torch
 
 from .layout import math_dtype
 
-MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1}
 CLOSINGS = ("unstored", "stored", "reduced")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -219,7 +219,8 @@ def stock(
     rule: str = "adamw",
     first: str = "zero",
 ) -> Floor:
-    """What torch's operators move: the sum, ``clip_grad_norm_``, the fused step, and the copy back to the parameters.
+    """What torch's operators move: the sum, ``clip_grad_norm_``, the fused step (Lion: ours in
+    plain torch), and the copy back to the parameters.
 
     Low-precision parameters have fp32 main params and main grads. For others, and with ``first="take"``, the first
     micro-batch's gradient is the sum that the others are added to, and the parameters are updated as they are.
@@ -244,13 +245,15 @@ def stock(
     total = math_dtype(param_dtype).itemsize if main else grad
     step = total if main else param_dtype.itemsize  # the fused step has moments of the parameter's dtype
     zeroes, copies = main and first == "zero", main and first == "copy"
+    # bytes and launches of a step; torch has no fused Lion: two lerps, sign, mul, add
+    stepped = (2 * total + 11 * step, 5) if rule == "lion" else (total + 2 * step * (1 + MOMENTS[rule]), 1)
     rows = [
         Pass("zero", int(zeroes), total, 1),
         Pass("copy", int(copies), grad + total, 1, 1),
         Pass("add", k if zeroes else k - 1, grad + 2 * total, 1, 1),
         Pass("norm", 1, total, 1),
         Pass("clip", 1, 2 * total, 1),
-        Pass("update", 1, total + 2 * step * (1 + MOMENTS[rule]), 1),
+        Pass("update", 1, *stepped),
         Pass("copy_back", int(main), step + param_dtype.itemsize, 1),
     ]
     return Floor(k, 0, tuple(row for row in rows if row.times), total)

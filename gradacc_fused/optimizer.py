@@ -24,8 +24,9 @@ from .window import DISCARDED, Declared, Window
 class GradAccumOptimizer(torch.optim.Optimizer):
     """Gradient accumulation with the update of ``inner``, exact and in one boundary pass.
 
-    ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. AdamW, Adam and SGD run as fused rules;
-    any other optimizer runs its own ``step`` on the accumulated, clipped gradient, published as ``p.grad``.
+    ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. AdamW, Adam, SGD and ``Lion`` run
+    as fused rules; any other optimizer runs its own ``step`` on the accumulated, clipped gradient, published as
+    ``p.grad``.
 
     Args:
         inner: The optimizer whose rule, groups and state are used.

@@ -11,6 +11,7 @@ import torch
 from .buffers import HostArray, state_like
 from .checks import HYPER_COLUMNS
 from .layout import Layout, math_dtype
+from .lion import Lion
 
 HostValue = Callable[[torch.Tensor], float | None]
 MAIN_PARAM = "main_param"
@@ -30,6 +31,7 @@ ADAMW = Rule("adamw", "step", "exp_avg", "exp_avg_sq")
 ADAM = Rule("adam", "step", "exp_avg", "exp_avg_sq")
 # torch's SGD keeps no step; ours counts the updates of the momentum buffer, 0 meaning that it holds nothing yet.
 SGD = Rule("sgd", "momentum_steps", "momentum_buffer", None)
+LION = Rule("lion", "step", "exp_avg", None)
 
 
 def rule_for(inner: torch.optim.Optimizer) -> Rule | None:
@@ -43,6 +45,8 @@ def rule_for(inner: torch.optim.Optimizer) -> Rule | None:
     if type(inner) in (torch.optim.Adam, torch.optim.AdamW):
         decoupled = {bool(group.get("decoupled_weight_decay", False)) for group in groups}
         return None if len(decoupled) != 1 else (ADAMW if decoupled.pop() else ADAM)
+    if type(inner) is Lion:
+        return LION
     return SGD if type(inner) is torch.optim.SGD else None
 
 

@@ -33,15 +33,15 @@ def update_(
     """One pass: gather the gradient, times the multiplier, clipped by value, into moments, main params and params.
 
     The gradient of parameter i is ``main_grads[i]`` (or zero) plus ``weights[j] * grads[j*N + i]`` in order of j: what
-    ``accumulate_`` would have stored, bit for bit. Formulas: torch.optim.AdamW, Adam, SGD. Where ``found_inf`` is set
-    or the multiplier is not finite, nothing is written.
+    ``accumulate_`` would have stored, bit for bit. Formulas: torch.optim.AdamW, Adam, SGD; ``Lion``. Where
+    ``found_inf`` is set or the multiplier is not finite, nothing is written.
 
     Args:
         params: N parameters, float32, float64, float16 or bfloat16. Written.
         main_params: N float32 copies of low-precision parameters, an empty tensor for a parameter without one; or none
             at all. Written.
         exp_avgs: N first moments in the math dtype; for sgd the momentum buffers, or none. Written.
-        exp_avg_sqs: N second moments in the math dtype; for sgd none. Written.
+        exp_avg_sqs: N second moments in the math dtype; for sgd and lion none. Written.
         steps: float32 [N], effective steps made (sgd: updates of the momentum buffer). Written: plus 1 where applied.
         main_grads: N accumulated gradients in the math dtype, or none where nothing was stored. Read only.
         grads: m*N gradients not stored yet, piece-major; empty tensor: absent. Read only.
@@ -51,7 +51,7 @@ def update_(
         touched: uint8 [N]; 0: the parameter had no gradient in this window and is left alone, state and step too.
         multiplier: one element, from ``clip_``.
         found_inf: one element, from ``accumulate_`` or ``norm_``.
-        rule: "adamw", "adam" or "sgd".
+        rule: "adamw", "adam", "sgd" or "lion".
         max_grad_value: Clip by value, in true units, after the multiplier (torch.nn.utils.clip_grad_value_).
 
     Raises:

@@ -219,6 +219,7 @@ def continued(backend, transform, inner=lambda params: torch.optim.AdamW(params,
 INNERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5),
+    "lion": lambda params: gf.Lion(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
 }
 inners = pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)

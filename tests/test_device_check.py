@@ -83,6 +83,22 @@ def test_a_wrong_backend_fails_the_check(device_check, monkeypatch, capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_another_backend_gets_some_of_the_cases(device_check, monkeypatch, capsys):
+    """A backend asked for by name is checked whole, and its optimizers are its own; the others there are, in part."""
+    from gradacc_fused.backends import registry
+
+    other = registry.Row("other", ("cpu",), "gradacc_fused.backends.cpu")
+    monkeypatch.setattr(registry, "ROWS", (other, *registry.ROWS))
+    monkeypatch.setenv(registry.VARIABLE, "")
+    arguments = ["--device", "cpu", "--no-build", "--few", "--only", "conformance"]
+    assert device_check.main([*arguments, "--backend", "other"]) == 0
+    assert registry.choose(torch.device("cpu")) is registry.get("other")
+    rows = capsys.readouterr().out
+    assert "cpu: updates within 1 ulp of cpu" in rows and "other: " not in rows
+    with pytest.raises(ValueError, match="backend must be one of other, cuda"):
+        device_check.main([*arguments, "--backend", "none"])
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_one_ulp_is_one_ulp(wrong):
     exact = torch.tensor([1.0, -2.0, 0.0, 1e-40])

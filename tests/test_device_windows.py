@@ -68,6 +68,7 @@ def optimizer(inner: str, seed: int = 0, **options):
     make = {
         "adamw": lambda: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
         "sgd": lambda: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "lion": lambda: gf.Lion(params, lr=0.05, weight_decay=0.1),
     }[inner]
     options = {"accumulation_steps": K, "weighting": "given", "max_grad_norm": 1.0} | options
     return params, gf.GradAccumOptimizer(make(), backend=cuda_on_cpu.NAME, **options)
@@ -125,7 +126,7 @@ def test_gradients_are_recorded_once_for_a_stream():
 # -- capture -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+@pytest.mark.parametrize("inner", ["adamw", "sgd", "lion"])
 @pytest.mark.parametrize("defer", [1, K])
 def test_a_captured_window_replays_the_whole_step(inner, defer):
     (params, opt), (eager_params, eager) = optimizer(inner, defer=defer), optimizer(inner, defer=defer)

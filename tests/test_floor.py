@@ -63,6 +63,8 @@ def test_a_flush_costs_a_micro_batch_2m_plus_8_over_m(m):
         (BF16, BF16, "sgd_momentum", 18),
         (FP32, FP32, "sgd", 8),
         (FP32, FP32, "sgd_momentum", 16),
+        (BF16, BF16, "lion", 18),
+        (FP32, FP32, "lion", 16),
     ],
 )
 def test_dtypes_and_rules(grad, param, rule, state):
@@ -90,6 +92,8 @@ def test_stock_loops():
     assert stock(4, FP32, FP32).bytes_per_element == 3 * 12 + 12 + 28
     assert stock(4, first="take").bytes_per_element == 3 * 6 + 6 + 14  # everything in bf16
     assert stock(1, FP32, FP32, "sgd_momentum").bytes_per_element == 12 + 20
+    lion = stock(1, FP32, FP32, "lion")  # lerp 12, lerp_ 12, sign_ 8, mul_ 8, add_ 12
+    assert (lion.bytes_per_element, lion.row("update").launches) == (12 + 52, 5)
     assert 130 in [row.bytes_per_element for row in floors.PUBLISHED]
 
 
@@ -145,6 +149,7 @@ def test_a_real_window_hands_the_backend_just_these_bytes(monkeypatch, k, dtype,
         "adam": torch.optim.Adam,
         "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
         "sgd_momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        "lion": gf.Lion,
     }[rule]
     assert touched_bytes(monkeypatch, k, dtype, inner) == floor(k, 1, dtype, dtype, rule).bytes_per_element
 
@@ -154,10 +159,10 @@ def test_a_real_window_hands_the_backend_just_these_bytes(monkeypatch, k, dtype,
     [
         (lambda: floor(0), "k and m must be at least 1, got k=0, m=1"),
         (lambda: floor(1, 0), "got k=1, m=0"),
-        (lambda: floor(1, rule="lion"), "rule must be one of adamw, adam, sgd, sgd_momentum, got 'lion'"),
+        (lambda: floor(1, rule="lamb"), "rule must be one of adamw, adam, sgd, sgd_momentum, lion, got 'lamb'"),
         (lambda: floor(1, closing="open"), "closing must be one of unstored, stored, reduced, got 'open'"),
         (lambda: stock(1, first="add"), "first must be 'zero', 'copy' or 'take', got 'add'"),
-        (lambda: stock(1, rule="lion"), "rule must be one of"),
+        (lambda: stock(1, rule="lamb"), "rule must be one of"),
     ],
 )
 def test_refused(call, message):

@@ -50,6 +50,7 @@ INNERS = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.05, weight_decay=0.1),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, weight_decay=0.1),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, dampening=0.2),
+    "lion": lambda groups: gf.Lion(groups, lr=0.02, weight_decay=0.1),
 }
 
 

@@ -44,7 +44,7 @@ def update_arguments(rule="adamw"):
         params,
         [param.float() if param.dtype == torch.bfloat16 else torch.empty(0) for param in params],
         [tensor.clone() for tensor in maths],
-        [tensor.clone() for tensor in maths] if rule != "sgd" else [],
+        [tensor.clone() for tensor in maths] if rule in ("adamw", "adam") else [],
         torch.zeros(len(params)), CASE.main_grads(), CASE.grads(), torch.tensor(CASE.weights, dtype=F64),
         gf.hyper_rows([{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "momentum": 0.9}]),
         torch.zeros(len(params), dtype=torch.int32), torch.ones(len(params), dtype=torch.uint8),
@@ -261,7 +261,7 @@ REFUSALS = {
         (put(5, torch.zeros((), dtype=torch.half)), TypeError, r"clip_: multiplier must be float32 .*, got float16"),
     ],
     "update_": [
-        (say(rule="lamb"), ValueError, r"update_: rule must be adamw, adam or sgd, got 'lamb'\."),
+        (say(rule="lamb"), ValueError, r"update_: rule must be adamw, adam, sgd or lion, got 'lamb'\."),
         (say(max_grad_value=0.0), ValueError, r"update_: max_grad_value must be positive"),
         (put(2, []), ValueError, r"update_: exp_avgs must have 4 tensors, one per parameter, got 0"),
         (put(4, torch.zeros(3)), ValueError, r"update_: steps must be contiguous with at least 4 elements, got 3"),

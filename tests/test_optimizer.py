@@ -160,6 +160,7 @@ TORCH_INNERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.05, weight_decay=0.1),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5),
+    "lion": lambda params: gf.Lion(params, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
 }
 

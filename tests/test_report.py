@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from typer.testing import CliRunner
+from updates import PlainLion
 
 from gradacc_fused import cli
 from gradacc_fused.floor import floor
@@ -132,12 +133,12 @@ def test_noise_goes_round_and_is_the_same_for_the_same_seed():
 # -- the stock loop on any dtypes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "sgd_momentum"])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "sgd", "sgd_momentum", "lion"])
 @pytest.mark.parametrize("make", [Stock, Fused], ids=["stock", "fused"])
 def test_mixed_dtypes_follow_torch_on_the_sum(make, rule):
     params = [*params_of((5, 3)), *params_of((4,), (2, 2), dtype=FP32)]
     exact = copies(params, torch.float64)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "lion": PlainLion}
     optimizer = (
         kinds[rule](exact, lr=0.05)
         if rule in kinds

@@ -21,6 +21,7 @@ INNERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
     "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.8, dampening=0.3, weight_decay=0.1),
     "sgd-nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1),
+    "lion": lambda params: gf.Lion(params, lr=0.005, weight_decay=0.2, betas=(0.8, 0.95)),
     # no fused rule: published
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.02, amsgrad=True),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 
-def same_order(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    return all(
+def same_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    return tensor.stride() == strides or all(
         size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
@@ -21,15 +21,18 @@ class DenseTensors:
         self._written: list[torch.Tensor] = []
         self._copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def read(self, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    def read(self, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if same_order(tensor, strides):
             return tensor
         copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         self._held.append(copy)
         return copy
 
-    def write(self, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    def write(self, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         """Raises ValueError where the tensor overlaps itself."""
+        if tensor.stride() == strides:
+            self._written.append(tensor)
+            return tensor
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 "a tensor that is written must not overlap itself (an expanded tensor does), got strides "
@@ -51,6 +54,4 @@ class DenseTensors:
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
     """As torch's own in-place ops do; an inference tensor has no version."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -1,8 +1,8 @@
 """update_: the accumulated gradient times the multiplier, clipped by value, into parameters and state, in one launch.
 
 Bytes per element (AdamW, bf16 parameter): reads the gradient, 12 of main param and moments; writes 12 + 2. Step counts,
-hyper-parameters and the skip lie on the device. Formulas: torch.optim.AdamW, Adam, SGD. Twin: csrc/cuda/update.cu with
-csrc/update_math.h, operation by operation.
+hyper-parameters and the skip lie on the device. Formulas: torch.optim.AdamW, Adam, SGD; gradacc_fused.Lion. Twin:
+csrc/cuda/update.cu with csrc/update_math.h, operation by operation.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _square_root(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, ADAM: tl.constexpr, BUFFER: tl.constexpr):
+def _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, RULE: tl.constexpr, BUFFER: tl.constexpr):
     """The step that touched tensors are at once this update is done, in float32."""
     step = tl.load(steps_ptr + tensor, mask=touched, other=0.0)
-    if ADAM:
+    if RULE != "sgd":
         step += 1.0
     elif BUFFER:
         group = tl.load(group_ids_ptr + tensor, mask=touched, other=0).to(tl.int64)
@@ -81,8 +81,7 @@ def _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, ADAM: tl.co
 @triton.jit
 def _update_slice(
     start, numel, tensor, row_ptr, hyper, step, addresses_ptr, weights_ptr, m, tensors, multiplier, bound,
-    MATH: tl.constexpr, FULL: tl.constexpr, ADAM: tl.constexpr, DECOUPLED: tl.constexpr, BUFFER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MATH: tl.constexpr, FULL: tl.constexpr, RULE: tl.constexpr, BUFFER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     param, main_grad, main_param = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2)
     exp_avg, exp_avg_sq = tl.load(row_ptr + 3), tl.load(row_ptr + 4)
@@ -90,15 +89,15 @@ def _update_slice(
     factor = multiplier.to(MATH) * tl.where(tl.load(hyper + MAXIMIZE) != 0.0, -1.0, 1.0).to(MATH)
     limit = bound.to(MATH)
     l2 = weight_decay != 0.0
-    if ADAM:
+    if RULE != "sgd":
         beta1, beta2 = tl.load(hyper + BETA1), tl.load(hyper + BETA2)
-        correction2_sqrt = tl.sqrt(1.0 - _whole_power(beta2, step))
-        eps = (tl.load(hyper + EPS) * correction2_sqrt).to(MATH)
-        step_size = (lr * correction2_sqrt / (1.0 - _whole_power(beta1, step))).to(MATH)
         one_minus_beta1, one_minus_beta2 = (1.0 - beta1).to(MATH), (1.0 - beta2).to(MATH)
-        beta2_math = beta2.to(MATH)
         decay = (1.0 - lr * weight_decay).to(MATH)
-        buffered = True
+        if RULE != "lion":
+            correction2_sqrt = tl.sqrt(1.0 - _whole_power(beta2, step))
+            eps = (tl.load(hyper + EPS) * correction2_sqrt).to(MATH)
+            step_size = (lr * correction2_sqrt / (1.0 - _whole_power(beta1, step))).to(MATH)
+            beta2_math = beta2.to(MATH)
     else:
         momentum = tl.load(hyper + MOMENTUM).to(MATH)
         kept = tl.where(step > 1.0, 1.0 - tl.load(hyper + DAMPENING), 1.0).to(MATH)
@@ -118,8 +117,16 @@ def _update_slice(
         grad = grad * factor
         grad = tl.where(grad > limit, limit, grad)
         grad = tl.where(grad < -limit, -limit, grad)
-        if ADAM:
-            if DECOUPLED:
+        if RULE == "lion":
+            first = load(exp_avg, offsets, mask, MATH, FULL)
+            towards = grad - first
+            direction = tl.fma(tl.full([BLOCK], one_minus_beta1, MATH), towards, first)
+            first = tl.fma(tl.full([BLOCK], one_minus_beta2, MATH), towards, first)
+            store(exp_avg, offsets, mask, first, MATH, FULL)
+            sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0)).to(MATH)
+            value = value * decay - lr.to(MATH) * sign
+        elif RULE != "sgd":
+            if RULE == "adamw":
                 value = value * decay
             elif l2:
                 grad = tl.fma(tl.full([BLOCK], weight_decay.to(MATH), MATH), value, grad)
@@ -160,8 +167,8 @@ def _update_slice(
 )  # fmt: skip
 def update_kernel(
     slices_ptr, n_slices, rows_ptr, addresses_ptr, weights_ptr, m, tensors, hyper_ptr, group_ids_ptr, touched_ptr,
-    steps_ptr, multiplier_ptr, found_inf_ptr, bound_ptr, counters_ptr, ADAM: tl.constexpr, DECOUPLED: tl.constexpr,
-    BUFFER: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
+    steps_ptr, multiplier_ptr, found_inf_ptr, bound_ptr, counters_ptr, RULE: tl.constexpr, BUFFER: tl.constexpr,
+    BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Every slice of every touched tensor; nothing where ``found_inf`` is set or the multiplier is not finite.
 
@@ -184,30 +191,30 @@ def update_kernel(
             touched = tl.load(touched_ptr + tensor) != 0
             if touched:
                 hyper = hyper_ptr + tl.load(group_ids_ptr + tensor).to(tl.int64) * COLUMNS
-                step = _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, ADAM, BUFFER).to(tl.float64)
+                step = _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, RULE, BUFFER).to(tl.float64)
                 arrays = tl.load(row_ptr) & ADDRESS
                 for k in range(1, 5):
                     arrays |= tl.load(row_ptr + k)
                 if tl.load(row_ptr + 5) != 0:
                     _update_slice(
                         start, numel, tensor, row_ptr, hyper, step, addresses_ptr, weights_ptr, m, tensors, multiplier,
-                        bound, tl.float64, False, ADAM, DECOUPLED, BUFFER, BLOCK,
+                        bound, tl.float64, False, RULE, BUFFER, BLOCK,
                     )  # fmt: skip
                 elif (numel == SLICE) & all_aligned(arrays, addresses_ptr, m, tensors, tensor):
                     _update_slice(
                         start, numel, tensor, row_ptr, hyper, step, addresses_ptr, weights_ptr, m, tensors, multiplier,
-                        bound, tl.float32, True, ADAM, DECOUPLED, BUFFER, BLOCK,
+                        bound, tl.float32, True, RULE, BUFFER, BLOCK,
                     )  # fmt: skip
                 else:
                     _update_slice(
                         start, numel, tensor, row_ptr, hyper, step, addresses_ptr, weights_ptr, m, tensors, multiplier,
-                        bound, tl.float32, False, ADAM, DECOUPLED, BUFFER, BLOCK,
+                        bound, tl.float32, False, RULE, BUFFER, BLOCK,
                     )  # fmt: skip
         if last_program(counters_ptr + 1):
             for first in range(0, tensors, FOLD):
                 tensor = first + tl.arange(0, FOLD)
                 known = tensor < tensors
                 touched = tl.load(touched_ptr + tensor, mask=known, other=0) != 0
-                step = _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, ADAM, BUFFER)
+                step = _next_step(steps_ptr, hyper_ptr, group_ids_ptr, tensor, touched, RULE, BUFFER)
                 tl.store(steps_ptr + tensor, step, mask=touched)
             tl.atomic_xchg(counters_ptr + 1, 0)

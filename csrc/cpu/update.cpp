@@ -1,5 +1,6 @@
 // update_: the accumulated gradient times the multiplier, clipped by value, into parameters and state, in one pass.
 // Bytes per element (AdamW, bf16 parameter): reads the gradient, 12 of main param and moments; writes 12 + 2.
+#include <cstring>
 #include <type_traits>
 
 #include "passes.h"
@@ -24,7 +25,7 @@ struct Tile {
   const Math* grad;
   Math* param;       // read and written: main param, parameter, or a copy of it
   Math* exp_avg;     // sgd: momentum buffer
-  Math* exp_avg_sq;  // nullptr: sgd
+  Math* exp_avg_sq;  // nullptr: sgd, lion
   Math multiplier;
   Math bound;
 };
@@ -46,9 +47,15 @@ GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t 
       if constexpr (!std::is_same_v<Copy, NoCopy>) narrow(param, copies[i]);
     }
   };
-  if (rule != Rule::kSgd) {
+  const Formula formula = formula_of(rule);
+  if (formula == Formula::kAdam) {
     each([&](Math& param, Math grad, int64_t i)
              __attribute__((always_inline)) { adam<kL2>(param, grad, tile.exp_avg[i], tile.exp_avg_sq[i], s); });
+  } else if (formula == Formula::kLion) {
+    if constexpr (!kL2) {  // its decay is decoupled
+      each([&](Math& param, Math grad, int64_t i)
+               __attribute__((always_inline)) { lion(param, grad, tile.exp_avg[i], s); });
+    }
   } else if (tile.exp_avg && s.momentum != Math(0)) {
     each([&](Math& param, Math grad, int64_t i)
              __attribute__((always_inline)) { sgd_momentum<kL2>(param, grad, tile.exp_avg[i], s); });
@@ -57,22 +64,45 @@ GRADACC_INLINE void update_elements(const Tile<Math>& in, Copy* copies, int64_t 
   }
 }
 
+// What is left of a chunk behind its last whole block. Functions of their own: inlined behind every kind of run they
+// would be half of what is compiled.
+template <typename Math, typename Copy>
+using Rest = void(const Tile<Math>& tile, Copy* copies, int64_t n, Rule rule, const RuleScalars<Math>& scalars);
+template <bool kL2, typename Math, typename Copy>
+void rest_plain(const Tile<Math>& tile, Copy* copies, int64_t n, Rule rule, const RuleScalars<Math>& scalars) {
+  update_elements<kL2>(tile, copies, n, rule, scalars);
+}
+template <bool kL2, typename Math, typename Copy>
+GRADACC_TARGET_AVX2 void rest_avx2(const Tile<Math>& tile, Copy* copies, int64_t n, Rule rule,
+                                   const RuleScalars<Math>& scalars) {
+  update_elements<kL2>(tile, copies, n, rule, scalars);
+}
+template <bool kL2, typename Math, typename Copy>
+GRADACC_TARGET_AVX512 void rest_avx512(const Tile<Math>& tile, Copy* copies, int64_t n, Rule rule,
+                                       const RuleScalars<Math>& scalars) {
+  update_elements<kL2>(tile, copies, n, rule, scalars);
+}
+template <bool kL2, typename Math, typename Copy>
+constexpr IsaLoops<Rest<Math, Copy>> kRest{rest_plain<kL2, Math, Copy>, rest_avx2<kL2, Math, Copy>,
+                                           rest_avx512<kL2, Math, Copy>};
+
 // Elements 0 to n of what `whole` points at, their gradients those of the run. Whole blocks also ask for what the block
 // kAhead elements behind them needs.
 template <typename Simd, bool kL2, typename OneRun, typename Math, typename Copy>
 GRADACC_INLINE void update_run(const OneRun& from, const Tile<Math>& whole, Copy* copies, int64_t n, Rule rule,
-                               const RuleScalars<Math>& scalars) {
+                               const RuleScalars<Math>& scalars, Isa isa) {
   const OneRun run = from;
   alignas(64) Math grad[kBlock];
-  const auto update = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
-    const Tile<Math> tile{grad,
-                          whole.param + first,
-                          whole.exp_avg ? whole.exp_avg + first : nullptr,
-                          whole.exp_avg_sq ? whole.exp_avg_sq + first : nullptr,
-                          whole.multiplier,
-                          whole.bound};
-    update_elements<kL2>(tile, copies ? copies + first : nullptr, count, rule, scalars);
+  const auto tile_from = [&](int64_t first) __attribute__((always_inline)) {
+    return Tile<Math>{grad,
+                      whole.param + first,
+                      whole.exp_avg ? whole.exp_avg + first : nullptr,
+                      whole.exp_avg_sq ? whole.exp_avg_sq + first : nullptr,
+                      whole.multiplier,
+                      whole.bound};
   };
+  const auto copies_from = [&](int64_t first)
+                               __attribute__((always_inline)) { return copies ? copies + first : nullptr; };
   int64_t i = 0;
   for (; n - i >= kBlock; i += kBlock) {
     run.ask_ahead(i);
@@ -81,14 +111,14 @@ GRADACC_INLINE void update_run(const OneRun& from, const Tile<Math>& whole, Copy
     if (whole.exp_avg_sq) read_ahead(whole.exp_avg_sq + i);
     if constexpr (!std::is_same_v<Copy, NoCopy>) read_ahead(copies + i);
     Simd::sum_block(grad, run, i);
-    update(i, kBlock);
+    update_elements<kL2>(tile_from(i), copies_from(i), kBlock, rule, scalars);
   }
   if (i == n) return;
   for (int64_t k = 0; k < n - i; ++k) grad[k] = run.sum(i + k);
-  update(i, n - i);
+  kRest<kL2, Math, Copy>.of(isa)(tile_from(i), copies_from(i), n - i, rule, scalars);
 }
 
-// Copy: the parameter's type where the value that is updated lies elsewhere, else NoCopy.
+// Copy: the parameter's type where it is of low precision, else NoCopy.
 template <typename Simd, typename Math, typename Copy>
 GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   constexpr bool kCopies = !std::is_same_v<Copy, NoCopy>;
@@ -98,7 +128,7 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   const Gradient gradient{row.main_grad, args.added, args.chunk.tensor};
   const auto at = [&](void* array, int64_t start)
                       __attribute__((always_inline)) { return array ? static_cast<Math*>(array) + start : nullptr; };
-  Math* values = static_cast<Math*>(kCopies ? row.main_param : row.param);
+  Math* values = static_cast<Math*>(kCopies || row.main_param ? row.main_param : row.param);
   const auto update = [&](const auto& run, Math* param, int64_t start, int64_t n) __attribute__((always_inline)) {
     const Tile<Math> tile{nullptr,
                           param,
@@ -108,9 +138,9 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
                           static_cast<Math>(args.max_grad_value)};
     Copy* copies = kCopies ? static_cast<Copy*>(row.param) + start : nullptr;
     if (scalars.weight_decay != Math(0)) {
-      update_run<Simd, true>(run, tile, copies, n, args.scalars.rule(), scalars);
+      update_run<Simd, true>(run, tile, copies, n, args.scalars.rule(), scalars, args.isa);
     } else {
-      update_run<Simd, false>(run, tile, copies, n, args.scalars.rule(), scalars);
+      update_run<Simd, false>(run, tile, copies, n, args.scalars.rule(), scalars, args.isa);
     }
   };
 
@@ -138,38 +168,56 @@ GRADACC_INLINE void update_chunk(const UpdateArgs& args) {
   });
 }
 
-template <typename Simd>
-GRADACC_INLINE void update_any(const UpdateArgs& args) {
-  const bool separate = args.row.main_param != nullptr;
-  if (args.row.is_double) {
-    separate ? update_chunk<Simd, double, double>(args) : update_chunk<Simd, double, NoCopy>(args);
-    return;
-  }
-  switch (static_cast<Dtype>(args.row.param_dtype)) {
+// A function for each: all in one takes longer to compile.
+template <typename Math, typename Copy>
+void update_plain(const UpdateArgs& args) {
+  update_chunk<Plain, Math, Copy>(args);
+}
+template <typename Math, typename Copy>
+GRADACC_TARGET_AVX2 void update_avx2(const UpdateArgs& args) {
+  update_chunk<Avx2, Math, Copy>(args);
+}
+template <typename Math, typename Copy>
+GRADACC_TARGET_AVX512 void update_avx512(const UpdateArgs& args) {
+  update_chunk<Avx512, Math, Copy>(args);
+}
+
+using Loop = void(const UpdateArgs&);
+template <typename Math, typename Copy>
+constexpr IsaLoops<Loop> kUpdate{update_plain<Math, Copy>, update_avx2<Math, Copy>, update_avx512<Math, Copy>};
+
+Loop* loop_of(const StepRow& row, Isa isa) {
+  if (row.is_double) return kUpdate<double, NoCopy>.of(isa);
+  switch (static_cast<Dtype>(row.param_dtype)) {
     case Dtype::kBFloat16:
-      return update_chunk<Simd, float, BFloat16>(args);
+      return kUpdate<float, BFloat16>.of(isa);
     case Dtype::kFloat16:
-      return update_chunk<Simd, float, Float16>(args);
+      return kUpdate<float, Float16>.of(isa);
     default:
-      return separate ? update_chunk<Simd, float, float>(args) : update_chunk<Simd, float, NoCopy>(args);
+      return kUpdate<float, NoCopy>.of(isa);
   }
 }
 
-void update_plain(const UpdateArgs& args) { update_any<Plain>(args); }
-GRADACC_TARGET_AVX2 void update_avx2(const UpdateArgs& args) { update_any<Avx2>(args); }
-GRADACC_TARGET_AVX512 void update_avx512(const UpdateArgs& args) { update_any<Avx512>(args); }
-constexpr IsaLoops<void(const UpdateArgs&)> kUpdate{update_plain, update_avx2, update_avx512};
+// The parameter's part of a chunk, where it has a main param of its own dtype.
+void copy_main_param(const StepRow& row, const Chunk& chunk) {
+  const Dtype dtype = static_cast<Dtype>(row.param_dtype);
+  if (!row.main_param || dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16) return;
+  const int64_t bytes = row.is_double ? sizeof(double) : sizeof(float);
+  std::memcpy(static_cast<char*>(row.param) + chunk.start * bytes,
+              static_cast<const char*>(row.main_param) + chunk.start * bytes, chunk.numel * bytes);
+}
 
 }  // namespace
 
 void update_pass(const Chunks& chunks, const std::vector<StepRow>& rows, const Gradients& added,
                  const StepScalars& scalars, double multiplier, double max_grad_value) {
   const Isa isa = current_isa();
-  const auto loop = kUpdate.of(isa);
   chunks.for_each([&](int64_t k) {
     const StepRow& row = rows[chunks[k].tensor];
     prefetch_ahead(chunks, k, rows, added);
-    if (row.param) loop({row, added, chunks[k], scalars, isa, multiplier, max_grad_value});
+    if (!row.param) return;
+    loop_of(row, isa)({row, added, chunks[k], scalars, isa, multiplier, max_grad_value});
+    copy_main_param(row, chunks[k]);
   });
 }
 

@@ -17,9 +17,10 @@ struct SliceScalars {
   Math bound;
 };
 
-template <bool kAdam, typename Param, typename Kind, typename Math, typename Params>
+template <Formula kFormula, typename Param, typename Kind, typename Math, typename Params>
 __device__ __forceinline__ void update_slice(Kind, const Params& p, const Slice& slice, const UpdateRow& row,
                                              const SliceScalars<Math>& scalars) {
+  constexpr bool kAdam = kFormula == Formula::kAdam, kSgd = kFormula == Formula::kSgd;
   constexpr int kVector = sizeof(Math) == sizeof(float) ? 4 : 1;  // two doubles at once are spilled
   const Math* main_grad = static_cast<const Math*>(row.main_grad);
   Math* main_param = static_cast<Math*>(row.main_param);
@@ -27,7 +28,7 @@ __device__ __forceinline__ void update_slice(Kind, const Params& p, const Slice&
   Math* exp_avg = static_cast<Math*>(row.exp_avg);
   Math* exp_avg_sq = static_cast<Math*>(row.exp_avg_sq);
   const bool l2 = scalars.rule.weight_decay != Math(0);
-  const bool buffered = !kAdam && exp_avg && scalars.rule.momentum != Math(0);
+  const bool buffered = !kSgd || (exp_avg && scalars.rule.momentum != Math(0));
   for_slice<kVector, Kind>(slice, [&](auto part, int64_t i) {
     constexpr int kWidth = decltype(part)::kWidth;
     using Here = typename decltype(part)::Kind;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void update_slice(Kind, const Params& p, const Slice&
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) value[k] = static_cast<Math>(widen(stored[k]));
     }
-    if (kAdam || buffered) load<Here::kAligned>(first, exp_avg + i);
+    if (buffered) load<Here::kAligned>(first, exp_avg + i);
     if (kAdam) load<Here::kAligned>(second, exp_avg_sq + i);
     add_micro_batches(Here(), grad, p.sources, slice.tensor, i);
 #pragma unroll
@@ -51,6 +52,8 @@ __device__ __forceinline__ void update_slice(Kind, const Params& p, const Slice&
       if (l2) scaled = decayed_gradient<true>(scaled, value[k], scalars.rule);
       if constexpr (kAdam) {
         adam<false>(value[k], scaled, first[k], second[k], scalars.rule);
+      } else if constexpr (!kSgd) {
+        lion(value[k], scaled, first[k], scalars.rule);
       } else if (buffered) {
         sgd_momentum<false>(value[k], scaled, first[k], scalars.rule);
       } else {
@@ -59,13 +62,13 @@ __device__ __forceinline__ void update_slice(Kind, const Params& p, const Slice&
       narrow(value[k], stored[k]);
     }
     if (main_param) store<Here::kAligned>(main_param + i, value);
-    if (kAdam || buffered) store<Here::kAligned>(exp_avg + i, first);
+    if (buffered) store<Here::kAligned>(exp_avg + i, first);
     if (kAdam) store<Here::kAligned>(exp_avg_sq + i, second);
     store<Here::kAligned>(param + i, stored);
   });
 }
 
-template <bool kAdam, typename Param, typename Math, typename Params>
+template <Formula kFormula, typename Param, typename Math, typename Params>
 __device__ __forceinline__ void update_any(const Params& p, const Slice& slice, const UpdateRow& row, double multiplier,
                                            const RuleScalars<Math>& rule) {
   const SliceScalars<Math> scalars{rule, static_cast<Math>(multiplier) * rule.sign,
@@ -77,10 +80,10 @@ __device__ __forceinline__ void update_any(const Params& p, const Slice& slice, 
     if (aligned(row.main_grad, sizeof(Math)) && aligned(row.main_param, sizeof(Math)) &&
         aligned(row.exp_avg, sizeof(Math)) && aligned(row.exp_avg_sq, sizeof(Math)) &&
         aligned(row.param, sizeof(Param)) && is_uniform<Param>(p.sources, slice.tensor, slice.start)) {
-      return update_slice<kAdam, Param>(Uniform<Param>(), p, slice, row, scalars);
+      return update_slice<kFormula, Param>(Uniform<Param>(), p, slice, row, scalars);
     }
   }
-  update_slice<kAdam, Param>(Mixed(), p, slice, row, scalars);
+  update_slice<kFormula, Param>(Mixed(), p, slice, row, scalars);
 }
 
 // The step that a tensor is at once this update is done.
@@ -104,7 +107,7 @@ __device__ __forceinline__ const RuleScalars<Math>& shared_scalars(const Params&
   return *reinterpret_cast<const RuleScalars<Math>*>(shared);
 }
 
-template <bool kAdam, int64_t kAddresses>
+template <Formula kFormula, int64_t kAddresses>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     update_kernel(const Params<UpdateArgs, kAddresses> __grid_constant__ p) {
   const double multiplier = read(p.multiplier);
@@ -114,19 +117,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (!p.touched[slice.tensor]) continue;
     const UpdateRow row = p.rows[slice.tensor];
     if (row.is_double) {
-      update_any<kAdam, double>(p, slice, row, multiplier, shared_scalars<double>(p, slice.tensor));
+      update_any<kFormula, double>(p, slice, row, multiplier, shared_scalars<double>(p, slice.tensor));
       continue;
     }
     const RuleScalars<float>& rule = shared_scalars<float>(p, slice.tensor);
     switch (static_cast<Dtype>(row.param_dtype)) {
       case Dtype::kBFloat16:
-        update_any<kAdam, BFloat16>(p, slice, row, multiplier, rule);
+        update_any<kFormula, BFloat16>(p, slice, row, multiplier, rule);
         break;
       case Dtype::kFloat16:
-        update_any<kAdam, Float16>(p, slice, row, multiplier, rule);
+        update_any<kFormula, Float16>(p, slice, row, multiplier, rule);
         break;
       default:
-        update_any<kAdam, float>(p, slice, row, multiplier, rule);
+        update_any<kFormula, float>(p, slice, row, multiplier, rule);
     }
   }
   if (!last_block(p.blocks_done)) return;
@@ -136,22 +139,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (threadIdx.x == 0) atomicExch(p.blocks_done, 0u);
 }
 
-template <bool kAdam, int64_t kAddresses>
+template <Formula kFormula, int64_t kAddresses>
 cudaError_t launch(const UpdateArgs& args, const SourceArgs& sources, cudaStream_t stream) {
-  return launch_pass<update_kernel<kAdam, kAddresses>, UpdateArgs, kAddresses>(args, sources, stream);
+  return launch_pass<update_kernel<kFormula, kAddresses>, UpdateArgs, kAddresses>(args, sources, stream);
 }
 
-template <bool kAdam>
+template <Formula kFormula>
 cudaError_t launch_rule(const UpdateArgs& args, const SourceArgs& sources, cudaStream_t stream) {
-  return fits(sources, kFewAddresses) ? launch<kAdam, kFewAddresses>(args, sources, stream)
-                                      : launch<kAdam, kMostAddresses>(args, sources, stream);
+  return fits(sources, kFewAddresses) ? launch<kFormula, kFewAddresses>(args, sources, stream)
+                                      : launch<kFormula, kMostAddresses>(args, sources, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_update(const UpdateArgs& args, const SourceArgs& sources, cudaStream_t stream) {
   if (sources.tensors == 0) return cudaSuccess;
-  return args.rule == Rule::kSgd ? launch_rule<false>(args, sources, stream) : launch_rule<true>(args, sources, stream);
+  switch (formula_of(args.rule)) {
+    case Formula::kAdam:
+      return launch_rule<Formula::kAdam>(args, sources, stream);
+    case Formula::kSgd:
+      return launch_rule<Formula::kSgd>(args, sources, stream);
+    default:
+      return launch_rule<Formula::kLion>(args, sources, stream);
+  }
 }
 
 }  // namespace gradacc::cuda

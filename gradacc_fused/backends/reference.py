@@ -209,7 +209,9 @@ def update_(
         grad = (grad * factor.to(dtype)).clamp(-max_grad_value, max_grad_value)
         row = {name: rows[i, column] for name, column in COLUMN.items()}
         old = main_param.to(dtype)
-        if rule == "sgd":
+        if rule == "lion":
+            new, state = _lion(old, grad, exp_avgs[i], row)
+        elif rule == "sgd":
             buffer = exp_avgs[i] if exp_avgs else None
             new, state = _sgd(old, grad, buffer, row, steps[i])
         else:
@@ -244,6 +246,15 @@ def _adam(param, grad, exp_avg, exp_avg_sq, row, step, decoupled):
     bias_correction2_sqrt = (1 - row["beta2"] ** step).sqrt().to(dtype)
     denominator = new_exp_avg_sq.sqrt() / bias_correction2_sqrt + row["eps"].to(dtype)
     return param - step_size * new_exp_avg / denominator, [(exp_avg, new_exp_avg), (exp_avg_sq, new_exp_avg_sq)]
+
+
+def _lion(param, grad, exp_avg, row):
+    dtype = param.dtype
+    grad = torch.where(row["maximize"] != 0, -grad, grad)
+    direction = exp_avg + (1 - row["beta1"]).to(dtype) * (grad - exp_avg)
+    new_exp_avg = exp_avg + (1 - row["beta2"]).to(dtype) * (grad - exp_avg)
+    param = param * (1 - row["lr"] * row["weight_decay"]).to(dtype)
+    return param - row["lr"].to(dtype) * direction.sign(), [(exp_avg, new_exp_avg)]
 
 
 def _sgd(param, grad, buffer, row, step):

@@ -233,7 +233,7 @@ def update_(
         update_kernel[(programs(device, slices.count),)](
             tables.of(slices.words), slices.count, tables.of(tuple(rows)), sources.addresses, sources.weights,
             sources.m, count, _on(device, hyper), _on(device, group_ids), _on(device, touched), steps, multiplier,
-            found_inf, bound, counters, ADAM=rule != "sgd", DECOUPLED=rule == "adamw", BUFFER=bool(exp_avgs),
+            found_inf, bound, counters, RULE=rule, BUFFER=bool(exp_avgs),
             BLOCK=UPDATE_BLOCK, FOLD=FOLD, **OPTIONS,
         )  # fmt: skip
     dense.finish()

@@ -16,6 +16,7 @@ import torch
 
 from ..floor import LOW_PRECISION, Floor, floor_of_flushes, stock
 from ..layout import math_dtype
+from ..lion import Lion
 from ..optimizer import GradAccumOptimizer
 
 MAX_NORM = 1.0
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {}),
     "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "lion": (Lion, {}),
 }
 
 
@@ -35,7 +37,7 @@ def unmeasured(name: str) -> AbstractContextManager[object]:
 
 
 def make_optimizer(rule: str, params: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
-    """Torch's optimizer of a rule (a key of ``OPTIMIZERS``)."""
+    """The plain optimizer of a rule (a key of ``OPTIMIZERS``)."""
     kind, defaults = OPTIMIZERS[rule]
     return kind(params, lr=lr, **defaults, **options)  # type: ignore[call-arg]
 
@@ -246,7 +248,8 @@ class Stock(Path):
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> Any:
-        return make_optimizer(self.rule, self.stepped, self.lr, fused=True)
+        options = {} if self.rule == "lion" else {"fused": True}  # torch has no fused one
+        return make_optimizer(self.rule, self.stepped, self.lr, **options)
 
     def micro_step(self, micro_step: int, measured: Measured) -> None:
         with measured("accumulate"):

@@ -43,10 +43,11 @@ ACCUMULATE = {
 UPDATE = {
     f"update, {name}": (
         update_kernel,
-        {"ADAM": adam, "DECOUPLED": name == "adamw", "BUFFER": buffer, "BLOCK": UPDATE_BLOCK, "FOLD": FOLD},
+        {"RULE": rule, "BUFFER": buffer, "BLOCK": UPDATE_BLOCK, "FOLD": FOLD},
     )
-    for name, adam, buffer in (
-        ("adamw", True, True), ("adam", True, True), ("sgd", False, False), ("sgd, momentum", False, True)
+    for name, rule, buffer in (
+        ("adamw", "adamw", True), ("adam", "adam", True), ("sgd", "sgd", False), ("sgd, momentum", "sgd", True),
+        ("lion", "lion", True),
     )
 }  # fmt: skip
 CLIP = {f"clip{', largest' * inf}": (clip_kernel, {"INF": inf, "BLOCK": 1024}) for inf in (False, True)}
