@@ -169,9 +169,11 @@ def whole_windows(device: torch.device) -> Row:
         start = [torch.randn(shape, generator=generator, dtype=F64) for shape in shapes]
         params = [torch.nn.Parameter(x.to(dtypes[i % 4]).to(at)) for i, x in enumerate(start)]
         groups = [{"params": params[:5]}, {"params": params[5:], "lr": 0.01}]
-        rule = (
-            torch.optim.AdamW(groups, lr=0.05) if inner == "adamw" else torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-        )
+        rule = {
+            "adamw": lambda: torch.optim.AdamW(groups, lr=0.05),
+            "sgd": lambda: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+            "lion": lambda: gf.Lion(groups, lr=0.05),
+        }[inner]()
         opt = gf.GradAccumOptimizer(rule, accumulation_steps=3, weighting="given", max_grad_norm=1.0, defer=defer)
         for step in range(12):
             for i, param in enumerate(params):
@@ -184,7 +186,7 @@ def whole_windows(device: torch.device) -> Row:
         return [tensor.detach().cpu() for tensor in (*params, *state)]
 
     wrong = []
-    kinds = [(inner, defer) for inner in ("adamw", "sgd") for defer in (1, 2, "auto")]
+    kinds = [(inner, defer) for inner in ("adamw", "sgd", "lion") for defer in (1, 2, "auto")]
     for inner, defer in kinds:
         mine, theirs = (trained(at, inner, defer) for at in (device, torch.device("cpu")))
         # Norms are summed in another order: a multiplier may differ in its last bit, and four windows add up.

@@ -182,9 +182,10 @@ def sampler(calls: Calls, call: str, ops: Any, moved: bool, dispatch: study.Stop
 
 def measure(count: int, repeats: int, device: torch.device) -> list[Row]:
     """Measure every call with ``count`` parameters, in turns."""
-    compiled = registry.get(device.type)  # cuda: the first that is available; with Triton alone there is no C++ op
-    if compiled.__name__.rpartition(".")[2] not in ("cpu", "cuda"):
-        raise SystemExit("launch_cost: there is no compiled backend here. See 'gradacc-fused doctor' for why.")
+    try:
+        compiled = registry.get(device.type)
+    except gf.BackendUnavailableError as error:
+        raise SystemExit(f"launch_cost: there is no C++ op to compare with. {error}") from error
     kinds = [(call, moved) for call in ("accumulate", "clip", "update") for moved in (False, True)]
     kinds.remove(("clip", True))  # it takes no gradients
     calls = Calls(count, device)

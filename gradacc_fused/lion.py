@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
+DEFAULTS = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+
 
 def _check(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"Lion: lr must be a number or a tensor of one element, got shape {list(lr.shape)}.")
     for name in ("lr", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"Lion: {name} must be at least 0, got {group[name]}.")
@@ -37,6 +42,7 @@ class Lion(torch.optim.Optimizer):
 
     Raises:
         ValueError: A value is out of its range.
+        TypeError: A parameter is complex.
     """
 
     def __init__(
@@ -53,7 +59,22 @@ class Lion(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked like the constructor's."""
         _check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else list(given)  # may be an iterator
+        for index, param in enumerate(params):
+            param = param[1] if isinstance(param, tuple) else param  # (name, parameter)
+            if isinstance(param, torch.Tensor) and not param.is_floating_point():
+                raise TypeError(
+                    f"Lion: params[{index}] must be of a real floating dtype, got {param.dtype}: nothing else has "
+                    "a sign."
+                )
+        super().add_param_group({**param_group, "params": params})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of other implementations
+            for name, value in DEFAULTS.items():
+                group.setdefault(name, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,15 +87,15 @@ class Lion(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [[param for param in group["params"] if param.grad is not None] for group in self.param_groups]
-        for number, params in enumerate(groups):
-            for index, param in enumerate(params):
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(
-                        f"Lion: the gradient of parameter {index} with one in group {number} must be dense, got a "
-                        "sparse tensor. Give the embedding sparse=False."
+                        f"Lion: the gradient of param_groups[{number}]['params'][{index}] must be dense, got a sparse "
+                        "tensor. Give the embedding sparse=False."
                     )
-        for group, params in zip(self.param_groups, groups, strict=True):
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
             if params:
                 self._step_group(group, params)
         return loss
@@ -90,6 +111,7 @@ class Lion(torch.optim.Optimizer):
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         lr, (beta1, beta2) = group["lr"], group["betas"]
+        lr = lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
         if group["weight_decay"] != 0:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         directions = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)

@@ -67,6 +67,31 @@ def test_the_environment_variable_is_obeyed_or_raises(monkeypatch):
     assert scalar("reference")[1].backend == "reference"  # the argument comes first
 
 
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [(("cuda", "triton"), "cuda"), (("triton",), "triton"), ((), "reference")],
+    ids=["both", "triton-alone", "neither"],
+)
+def test_the_first_that_can_run_is_chosen_for_a_gpu(monkeypatch, there, chosen):
+    def load(name):
+        known = name in there or name == "reference"
+        return (name, "") if known else (None, "it is not here")
+
+    monkeypatch.setattr(registry, "_load", load)
+    monkeypatch.delenv(registry.VARIABLE, raising=False)
+    gpu = torch.device("cuda")
+    assert registry.choose(gpu) == chosen
+    for name in ("cuda", "triton"):
+        monkeypatch.setenv(registry.VARIABLE, name)
+        for asked in (None, name):
+            if name in there:
+                assert registry.choose(gpu, asked) == name
+            else:
+                with pytest.raises(gf.BackendUnavailableError, match=f"'{name}' was asked for and cannot run here"):
+                    registry.choose(gpu, asked)
+        assert registry.choose(gpu, "reference") == "reference"  # the argument comes first
+
+
 @pytest.mark.compiled
 def test_cpu_is_chosen_for_cpu_and_refused_for_others():
     assert scalar()[1].backend == "cpu"

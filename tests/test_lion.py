@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from models import batch, mlp, whole_step, window_step
-from tolerances import TRAJECTORY
+from tolerances import STORED, TRAJECTORY
 from torch import nn
 from updates import PlainLion
 
@@ -98,11 +98,14 @@ def test_windows_follow_the_paper(backend, options, dtype):
     for param, other in zip(params, exact, strict=True):
         main_param = opt.state[param]["main_param"] if dtype == torch.bfloat16 else param.detach()
         torch.testing.assert_close(main_param.double(), other.detach(), rtol=1e-5, atol=2e-5)
+        momentum = opt.state[param]["exp_avg"].double()
+        atol = 3 * STORED[dtype] if dtype in STORED else 1e-6  # autograd rounds each gradient, up to 3 in size
+        torch.testing.assert_close(momentum, theirs.state[other]["m"], rtol=1e-5, atol=atol)
         assert torch.equal(param.detach(), main_param.to(dtype))
     assert [opt.state[param]["step"].item() for param in params] == [10, 6, 10]
 
 
-@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01), torch.tensor([0.01])], ids=["float", "tensor", "one-element"])
 def test_a_model_trains_as_with_plain_lion(backend, lr):
     model = mlp()
     other = copy.deepcopy(model)
@@ -135,6 +138,32 @@ def test_checkpoints_are_exchanged_with_plain_lion(backend):
     assert {float(state["step"]) for state in plain.state.values()} == {2.0}
 
 
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "fused"])
+def test_a_checkpoint_of_another_implementation_has_no_step_and_no_maximize(wrap):
+    """lucidrains' and the paper's own keep exp_avg alone; the momentum goes on."""
+    param = nn.Parameter(torch.tensor([2.0]))
+    opt = gf.Lion([param], lr=0.5)
+    opt = gf.GradAccumOptimizer(opt) if wrap else opt
+    group = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.5, "params": [0]}
+    opt.load_state_dict({"state": {0: {"exp_avg": torch.tensor([0.25])}}, "param_groups": [group]})
+    param.grad = torch.tensor([-1.0])
+    opt.step()
+    assert param.item() == pytest.approx(2.0 * 0.95 + 0.1)  # 0.125 - 0.5 is below 0
+    assert opt.state[param]["exp_avg"].item() == pytest.approx(-0.0625)
+
+
+def test_a_complex_parameter_is_refused():
+    with pytest.raises(TypeError, match=r"Lion: params\[1\] must be of a real floating dtype, got torch\.complex64"):
+        gf.Lion([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.complex64))])
+
+
+def test_names_and_iterators_are_taken_as_torch_takes_them():
+    model = mlp()
+    named = gf.Lion(model.named_parameters())
+    assert named.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert len(gf.Lion(iter(model.parameters())).param_groups[0]["params"]) == len(list(model.parameters()))
+
+
 def test_a_subclass_runs_its_own_step(backend):
     class Mine(gf.Lion):
         pass
@@ -164,6 +193,7 @@ def test_a_closure_is_run_with_gradients():
         ({"weight_decay": float("nan")}, r"Lion: weight_decay must be at least 0, got nan\."),
         ({"betas": (0.9, 1.0)}, r"Lion: betas must be two numbers from 0 to below 1, got \(0\.9, 1\.0\)\."),
         ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"lr": torch.tensor([0.1, 0.2])}, r"Lion: lr must be a number or a tensor of one element, got shape \[2\]\."),
     ],
 )
 def test_refused(options, message):
@@ -180,6 +210,6 @@ def test_a_sparse_gradient_is_refused_before_anything_moved():
     dense, embedding = nn.Parameter(torch.ones(2)), nn.Embedding(4, 2, sparse=True)
     lion = gf.Lion([{"params": [dense]}, {"params": embedding.parameters()}], lr=1.0)
     (dense.sum() + embedding(torch.tensor([1])).sum()).backward()
-    with pytest.raises(RuntimeError, match="Lion: the gradient of parameter 0 with one in group 1 must be dense"):
+    with pytest.raises(RuntimeError, match=r"Lion: the gradient of param_groups\[1\]\['params'\]\[0\] must be dense"):
         lion.step()
     assert torch.equal(dense, torch.ones(2)) and not lion.state

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import CASES, NONFINITE_CASES, Case, sizes
 from harness import triton_on_cpu
-from updates import RULES, UPDATE_CASES
+from updates import RULES, UPDATE_CASES, Updated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,6 +59,32 @@ def test_updates_are_within_one_ulp_of_cpu(case, rule):
     assert all(within_one_ulp(mine, theirs) for mine, theirs in pairs)
 
 
+TILED = Case("tiles", sizes(9000, 17, 16_384, 1, dtype=BF16) + sizes(8192, 700), (1.0, 0.5))
+
+
+@pytest.fixture(params=[False, True], ids=["cuda", "hip"])
+def shipped_blocks(request, monkeypatch):
+    """The tiles that are launched on a GPU: several to a slice."""
+    block, update_block = backend.blocks(request.param)
+    monkeypatch.setattr(backend, "BLOCK", block)
+    monkeypatch.setattr(backend, "UPDATE_BLOCK", update_block)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_sums_by_the_tiles_of_a_gpu(shipped_blocks, norm_type):
+    mine, theirs = (closing(ops, TILED, CPU, True, norm_type) for ops in (backend, cpu))
+    assert all(torch.equal(a, b) for a, b in zip(mine[:-2], theirs[:-2], strict=True))
+    torch.testing.assert_close(mine[-2], theirs[-2], rtol=1e-13, atol=0)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("rule", ["adamw", "adam-l2", "sgd-decay", "sgd-nesterov", "lion"])
+def test_updates_by_the_tiles_of_a_gpu(shipped_blocks, rule):
+    pairs = zip(updated(backend, TILED, rule, CPU), updated(cpu, TILED, rule, CPU), strict=True)
+    assert all(within_one_ulp(mine, theirs) for mine, theirs in pairs)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_order_of_programs_changes_no_bit(seed, monkeypatch):
     case = Case("ordered", sizes(9000, 17, 70_000, 1, dtype=BF16), (1.0, 0.5))
@@ -69,16 +95,35 @@ def test_the_order_of_programs_changes_no_bit(seed, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("many")][::4], ids=str)
-def test_no_access_leaves_its_tensor_and_no_two_programs_collide(case, monkeypatch):
+@pytest.fixture
+def copies_allowed(monkeypatch):
+    """Tensors with gaps are copied: the checker knows the copies too."""
     read = DenseTensors.read
 
-    def seen(self, tensor, strides):  # tensors with gaps are copied
+    def seen(self, tensor, strides):
         dense = read(self, tensor, strides)
         interpreter.allow(dense)
         return dense
 
     monkeypatch.setattr(DenseTensors, "read", seen)
+
+
+FEW_TENSORS = [case for case in CASES if not case.name.startswith("many")]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
+def test_no_access_of_an_update_leaves_its_tensor(rule, copies_allowed):
+    state = Updated(Case("mixed", sizes(9000, 17, 1, dtype=BF16) + sizes(700, 0, 8193), (1.0, 0.5)), rule)
+    grads = [torch.ones_like(param) for _ in range(2) for param in state.params]
+    lists = (state.params, state.main_params, state.exp_avgs, state.exp_avg_sqs, grads)
+    before = state.snapshot()
+    with interpreter.checked(*(tensor for tensors in lists for tensor in tensors)):
+        state.step(backend, grads, (1.0, 0.5))
+    assert not all(torch.equal(a, b) for a, b in zip(before, state.snapshot(), strict=True))
+
+
+@pytest.mark.parametrize("case", FEW_TENSORS[::4], ids=str)
+def test_no_access_leaves_its_tensor_and_no_two_programs_collide(case, copies_allowed):
     main_grads, grads = case.main_grads(), case.grads()
     weights = torch.tensor(case.weights, dtype=torch.float64)
     partials, found_inf = torch.zeros(64, dtype=torch.float64), torch.zeros(())

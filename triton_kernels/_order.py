@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ._tables import is_capturing
+
 
 def same_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     return tensor.stride() == strides or all(
@@ -24,6 +26,12 @@ class DenseTensors:
     def read(self, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if same_order(tensor, strides):
             return tensor
+        if is_capturing(tensor.device):
+            raise RuntimeError(
+                f"gradacc_fused: a tensor of shape {list(tensor.shape)} has strides {list(tensor.stride())}, its "
+                f"parameter {list(strides)}, and a CUDA graph is captured. Give it the parameter's memory order: the "
+                "copy that is made otherwise lies elsewhere each time."
+            )
         copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         self._held.append(copy)
         return copy

@@ -87,12 +87,21 @@ def current(device: torch.device) -> Tables:
     return _tables_of(device, stream)
 
 
+class Words(tuple[int, ...]):
+    """The words of a table that is asked for again and again: a tuple does not keep its hash, and this one is long."""
+
+    def __hash__(self) -> int:
+        if not hasattr(self, "_hash"):
+            self._hash = super().__hash__()
+        return self._hash
+
+
 @dataclass(frozen=True)
 class Slices:
     """The slices of a list of tensors: words of [slices, 3] (start, tensor, numel), and the first one of each chunk."""
 
-    words: tuple[int, ...]
-    first_of_chunk: tuple[int, ...]
+    words: Words
+    first_of_chunk: Words
 
     @property
     def count(self) -> int:
@@ -115,7 +124,7 @@ def slices_of(numels: tuple[int, ...]) -> Slices:
                 first_of_chunk.append(len(words) // 3)
             words += (start, tensor, min(slice_size, numel - start))
     first_of_chunk.append(len(words) // 3)
-    return Slices(tuple(words), tuple(first_of_chunk))
+    return Slices(Words(words), Words(first_of_chunk))
 
 
 _TAGS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -20,11 +21,17 @@ Tensors = Sequence[torch.Tensor]
 _compiled = cpu.unavailable_reason() is None
 Collector: Any = cpu.Collector if _compiled else collector.Collector
 StateRecord: Any = cpu.StateRecord if _compiled else collector.StateRecord
-# Elements of a tile: 8 per thread of 4 warps, and 4 in the update, whose arrays take twice the registers. More spill.
-BLOCK = 1024
-UPDATE_BLOCK = 512
 PER_PROCESSOR = 8  # programs of the grid that stays
 FOLD = 128
+
+
+def blocks(hip: bool) -> tuple[int, int]:
+    """Elements of a tile, in accumulate and in update: 8 and 4 for each thread of 4 warps, more spill.
+
+    The update has more arrays. 4 elements of fp32 are a 128-bit access.
+    """
+    threads = 4 * (64 if hip else 32)
+    return 8 * threads, 4 * threads
 
 
 def options(hip: bool) -> dict[str, Any]:
@@ -33,6 +40,7 @@ def options(hip: bool) -> dict[str, Any]:
 
 
 OPTIONS = options(torch.version.hip is not None)
+BLOCK, UPDATE_BLOCK = blocks(torch.version.hip is not None)
 
 
 def unavailable_reason() -> str | None:
@@ -40,6 +48,10 @@ def unavailable_reason() -> str | None:
         return "Triton is not installed. Install a CUDA or ROCm build of torch, which brings it."
     if not torch.cuda.is_available():
         return "there is no usable GPU: torch.cuda.is_available() is False. Check the driver with nvidia-smi."
+    try:
+        importlib.import_module("gradacc_fused.triton_kernels.update")
+    except Exception as error:  # a Triton that is broken or too old says so in many ways
+        return f"the installed Triton does not take the kernels ({type(error).__name__}: {error}). 3.6 and 3.8 do."
     return None
 
 
@@ -90,15 +102,14 @@ def _sources(tables: Any, grads: Tensors, weights: torch.Tensor, strides: Sequen
     on_host = weights.device.type == "cpu"
     values = weights.tolist() if on_host else [1.0] * m
     stream = torch.cuda.current_stream() if any(grad.is_cuda for grad in grads) else None
-    words = []
+    words: list[int] = []
     for k, grad in enumerate(grads):
         counts = grad.numel() > 0 and strides[k % count] is not None and values[k // count] != 0.0
         if counts and stream is not None:
             grad.record_stream(stream)
         words.append(tagged(dense.read(grad, strides[k % count])) if counts else 0)
-    table = tables.of((*words, *(bits_of(values) if on_host else ())))
-    place = len(words)
-    return _Sources(table[:place], table[place:].view(torch.float64) if on_host else weights, m)
+    # In tables of their own: weights change where addresses do not.
+    return _Sources(tables.of(tuple(words)), tables.of(bits_of(values)).view(torch.float64) if on_host else weights, m)
 
 
 def _device_of(*lists: Tensors) -> torch.device:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradacc_fused.triton_kernels.update import update_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradacc_fused.backends.triton import BLOCK, FOLD, UPDATE_BLOCK, options
+from gradacc_fused.backends.triton import FOLD, blocks, options
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Arguments by name; what is not listed is a 64-bit address of int64 words.
@@ -36,14 +37,14 @@ TYPES = {
 }  # fmt: skip
 ACCUMULATE = {
     f"accumulate{', read' * read}{', stored' * store}{('', ', largest', ', norm')[norm]}": (
-        accumulate_kernel, {"READ": read, "STORE": store, "NORM": norm, "BLOCK": BLOCK, "FOLD": FOLD}
+        accumulate_kernel, {"READ": read, "STORE": store, "NORM": norm, "FOLD": FOLD}
     )
     for norm in (0, 1, 2) for read in (True, False) for store in (True, False) if store or norm
 }  # fmt: skip
 UPDATE = {
     f"update, {name}": (
         update_kernel,
-        {"RULE": rule, "BUFFER": buffer, "BLOCK": UPDATE_BLOCK, "FOLD": FOLD},
+        {"RULE": rule, "BUFFER": buffer, "FOLD": FOLD},
     )
     for name, rule, buffer in (
         ("adamw", "adamw", True), ("adam", "adam", True), ("sgd", "sgd", False), ("sgd, momentum", "sgd", True),
@@ -66,6 +67,7 @@ class Compiled:
     shared: int
     vectors: dict[str, int] = field(default_factory=dict)  # memory instructions by name
     approximate: list[str] = field(default_factory=list)
+    offsets: dict[str, int] = field(default_factory=dict)  # of a tile's elements, by the integers' type
 
 
 def target_of(name: str) -> GPUTarget:
@@ -74,14 +76,19 @@ def target_of(name: str) -> GPUTarget:
 
 def compile_for(name: str, target: str) -> Compiled:
     kernel, constants = KERNELS[name]
+    hip = not target.startswith("sm_")
+    if "FOLD" in constants:
+        constants = constants | {"BLOCK": blocks(hip)[name.startswith("update")]}
     names = kernel.arg_names
     signature = {arg: "constexpr" if arg in constants else TYPES.get(arg, "*i64") for arg in names}
     source = ASTSource(
         fn=kernel, signature=signature, constexprs={(names.index(arg),): value for arg, value in constants.items()},
         attrs={(names.index(arg),): [["tt.divisibility", 16]] for arg in names if signature[arg].startswith("*")},
     )  # fmt: skip
-    made = triton.compile(source, target=target_of(target), options=options(hip=not target.startswith("sm_")))
-    return of_nvidia(name, target, made) if target.startswith("sm_") else of_amd(name, target, made)
+    made = triton.compile(source, target=target_of(target), options=options(hip))
+    found = of_amd(name, target, made) if hip else of_nvidia(name, target, made)
+    found.offsets = counted(rf"tt\.addptr .*tensor<{constants['BLOCK']}x(i\d+)>", made.asm["ttir"])
+    return found
 
 
 def counted(pattern: str, text: str) -> dict[str, int]:
@@ -116,11 +123,15 @@ def of_amd(name: str, target: str, made: Any) -> Compiled:
         assert found, key
         return int(found.group(1))
 
+    # A division rounded to nearest mends its reciprocal and ends in a fixup; one without is approximate.
+    exact = len(re.findall(r"\bv_div_fixup_f(?:32|64)\b", text))
+    reciprocals = re.findall(r"\bv_rcp_(?:iflag_)?f(?:32|64)\w*", text)
+    approximate = sorted(set(reciprocals)) if len(reciprocals) > exact else []
     memory = counted(r"\b((?:global|flat|buffer|scratch)_(?:load|store)\w*)", text)
     spills = number("vgpr_spill_count")  # scalar registers go to lanes of vector ones, not to memory
     return Compiled(
         name, target, number("vgpr_count"), number("private_segment_fixed_size"), spills,
-        number("group_segment_fixed_size"), memory,
+        number("group_segment_fixed_size"), memory, approximate,
     )  # fmt: skip
 
 
@@ -144,18 +155,21 @@ def specializations() -> dict[str, dict[str, int]]:
         calls.append((self, args, kwargs))
 
     JITFunction.run = record
-    params = [torch.nn.Parameter(torch.zeros(n)) for n in (9000, 17, 70_001)]
-    opt = gf.GradAccumOptimizer(
-        torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1.0), accumulation_steps=5,
-        weighting="given", max_grad_norm=1.0, defer=2, backend="recorded",
-    )  # fmt: skip
-    for step in range(40):
-        for number, param in enumerate(params):
-            param.grad = None if (number + step) % 4 == 0 else torch.full_like(param, float(step))
-        for group in opt.param_groups:
-            group["lr"] = 0.1 / (step + 1)
-            group["weight_decay"] = 0.01 * step
-        opt.step(weight=float(step + 1))
+    inners: tuple[Any, ...] = (torch.optim.AdamW, gf.Lion, partial(torch.optim.SGD, momentum=0.9))
+    for inner in inners:
+        params = [torch.nn.Parameter(torch.zeros(n)) for n in (9000, 17, 70_001)]
+        opt = gf.GradAccumOptimizer(
+            inner([{"params": params[:1]}, {"params": params[1:]}], lr=torch.tensor(1.0)), accumulation_steps=5,
+            weighting="given", max_grad_norm=1.0, defer=2, backend="recorded",
+        )  # fmt: skip
+        for step in range(40):
+            for number, param in enumerate(params):
+                param.grad = None if (number + step) % 4 == 0 else torch.full_like(param, float(step))
+            for number, group in enumerate(opt.param_groups):
+                group["lr"] = torch.tensor(0.1 / (step + 1)) if number else 0.1 / (step + 1)
+                group["weight_decay"] = 0.01 * step
+                group["momentum"] = 0.9 / (step + 1)
+            opt.step(weight=float(step + 1))
     backend = make_backend(target_of("sm_90"))
     found: dict[str, dict[str, int]] = {}
     for kernel, args, kwargs in calls:
