@@ -24,6 +24,7 @@ from .backends import cpu as _cpu  # noqa: F401  loads the compiled ops where th
 from .backends import cuda as _cuda  # noqa: F401
 from .backends import reference as _reference  # noqa: F401  registers the ops for every device
 from .backends.registry import BackendStatus, backends
+from .batch.planner import Limits, Plan, plan_batch
 from .capture import GuardedGraph
 from .clip import clip_, norm_
 from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
@@ -43,8 +44,10 @@ __all__ = [
     "DenominatorError",
     "GradAccumOptimizer",
     "GuardedGraph",
+    "Limits",
     "Lion",
     "NonFiniteError",
+    "Plan",
     "StepResult",
     "Window",
     "WindowError",
@@ -54,5 +57,6 @@ __all__ = [
     "hyper_rows",
     "n_partials",
     "norm_",
+    "plan_batch",
     "update_",
 ]

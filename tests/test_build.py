@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import build_config  # noqa: E402
+import gradacc_fused  # noqa: E402
 
 
 def program(folder: Path, name: str, script: str) -> Path:
@@ -121,3 +123,11 @@ def test_an_unknown_instruction_set_is_refused():
 
     assert "GRADACC_FUSED_ISA must be plain, avx2 or avx512, got 'sse9'" in isa("sse9").stderr
     assert isa("plain").stdout.strip() == "plain"
+
+
+def test_every_folder_of_the_package_is_installed():
+    listed = set(re.findall(r'"(gradacc_fused[.\w]*)"', (ROOT / "pyproject.toml").read_text().split("packages = [")[1]))
+    package = Path(gradacc_fused.__file__).parent
+    found = [init.parent.relative_to(package).parts for init in package.rglob("__init__.py")]
+    folders = {".".join(("gradacc_fused", *parts)) for parts in found} | {"gradacc_fused.triton_kernels"}
+    assert folders <= listed

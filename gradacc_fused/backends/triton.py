@@ -159,9 +159,9 @@ def _accumulate(
     dense = DenseTensors()
     rows: list[int] = []
     for i, like in enumerate(likes):
-        used = main_grads and strides[i] is not None and (store or not overwrite)
+        order = strides[i] if main_grads and (store or not overwrite) else None
         hand_out = dense.write if store else dense.read
-        rows.append(hand_out(main_grads[i], strides[i]).data_ptr() if used else 0)
+        rows.append(0 if order is None else hand_out(main_grads[i], order).data_ptr())
         rows.append(int(like is not None and like.dtype == torch.float64))
     with _guard(device):
         tables = current(device)

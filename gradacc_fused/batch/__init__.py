@@ -1,0 +1,1 @@
+"""Logical batches: what splitting one must not change."""

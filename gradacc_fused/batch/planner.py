@@ -1,0 +1,388 @@
+"""Cuts a logical batch into pieces that need not be equal, before the first of them runs."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LAYOUTS = ("padded", "packed")
+STRATEGIES = ("in_order", "balanced")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one piece may hold; None: no limit.
+
+    Attributes:
+        max_samples: Samples.
+        max_sequence_length: Tokens of any one sample.
+        max_tokens: Tokens as they are computed: in a padded piece rows times the longest row, in a packed one the sum.
+        layout: "padded": a row per sample, all as long as the longest. "packed": samples behind each other in one row.
+
+    Raises:
+        ValueError: A limit is below 1, or no such layout.
+    """
+
+    max_samples: int | None = None
+    max_sequence_length: int | None = None
+    max_tokens: int | None = None
+    layout: str = "padded"
+
+    def __post_init__(self) -> None:
+        for name in ("max_samples", "max_sequence_length", "max_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"Limits: {name} must be at least 1 (None: no limit), got {limit}.")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"Limits: layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}.")
+
+    def tokens(self, count: int, longest: int, total: int) -> int:
+        """Tokens that a piece of so many samples computes."""
+        return total if self.layout == "packed" else count * longest
+
+    def hold(self, count: int, longest: int, total: int) -> bool:
+        """Whether a piece of ``count`` samples, the longest and all together of so many tokens, is within them."""
+        few = self.max_samples is None or count <= self.max_samples
+        return few and (self.max_tokens is None or self.tokens(count, longest, total) <= self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of a plan.
+
+    Attributes:
+        index: Its position in ``Plan.pieces``.
+        rank: The process that runs it.
+        samples: Positions in the logical batch, in the order they are laid out.
+        shape: (rows, tokens of a row) as the tensors should be, padding included; packed: one row.
+        counts: What it contributes to each denominator.
+        padding: It repeats samples so that every rank has as many pieces: all its counts are 0, and what it puts out is
+            dropped.
+    """
+
+    index: int
+    rank: int
+    samples: tuple[int, ...]
+    shape: tuple[int, int]
+    counts: Mapping[str, float]
+    padding: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pieces that hold every sample of a logical batch exactly once.
+
+    Attributes:
+        pieces: All ranks', in the order they run: piece i runs on rank i % world_size.
+        totals: The logical batch's denominators, over all ranks: ``total_samples``, and ``total_<name>`` of each count.
+        world_size: Ranks, each with as many pieces.
+    """
+
+    pieces: tuple[Piece, ...]
+    totals: Mapping[str, float]
+    world_size: int
+    lengths: tuple[int, ...] = field(repr=False)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Positions in the logical batch, in the order the pieces run them."""
+        return tuple(sample for piece in self.pieces if not piece.padding for sample in piece.samples)
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """Where in ``order`` each sample of the logical batch is."""
+        places = [0] * len(self.lengths)
+        for place, sample in enumerate(self.order):
+            places[sample] = place
+        return tuple(places)
+
+    @property
+    def shapes(self) -> frozenset[tuple[int, int]]:
+        """The distinct shapes of its pieces."""
+        return frozenset(piece.shape for piece in self.pieces)
+
+    def of_rank(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces that a rank runs, in order."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"Plan.of_rank: rank must be from 0 to {self.world_size - 1}, got {rank}.")
+        return self.pieces[rank :: self.world_size]
+
+    def restore(self, outputs: Sequence[Any], rank: int | None = None) -> Any:
+        """Per-sample results in the original order.
+
+        Args:
+            outputs: One per piece of the plan (of ``of_rank(rank)``): a tensor whose first dimension, or a sequence
+                whose items, are its samples' results; further rows, of a padded shape, are dropped. What belongs to a
+                padding piece is not looked at.
+            rank: Whose pieces these are; None: all.
+
+        Returns:
+            A tensor, where every sample's result is one of the same shape; else a list, with None for samples of other
+            ranks.
+
+        Raises:
+            ValueError: Another number of outputs than pieces, or too few results in one.
+        """
+        pieces = self.pieces if rank is None else self.of_rank(rank)
+        if len(outputs) != len(pieces):
+            raise ValueError(
+                f"Plan.restore: outputs must have one entry per piece ({len(pieces)}), got {len(outputs)}."
+            )
+        results: list[Any] = [None] * len(self.lengths)
+        for number, (piece, output) in enumerate(zip(pieces, outputs, strict=True)):
+            if piece.padding:
+                continue
+            if len(output) < len(piece.samples):
+                raise ValueError(
+                    f"Plan.restore: outputs[{number}] must have a result for each of the piece's {len(piece.samples)} "
+                    f"samples, got {len(output)}."
+                )
+            for row, sample in enumerate(piece.samples):
+                results[sample] = output[row]
+        shapes = {result.shape if isinstance(result, torch.Tensor) else None for result in results}
+        return torch.stack(results) if len(shapes) == 1 and None not in shapes else results
+
+
+# -- lengths and counts --------------------------------------------------------------------------------------------
+
+
+def _lengths_of(samples: Any) -> list[int]:
+    """Of each sample: the number itself, or how many items it has."""
+    if isinstance(samples, torch.Tensor) and samples.dim() == 1 and not samples.is_floating_point():
+        return [int(length) for length in samples.tolist()]
+    lengths = []
+    for index, sample in enumerate(samples):
+        length = sample if isinstance(sample, int) else len(sample)
+        if length < 0:
+            raise ValueError(f"plan_batch: samples[{index}] must have a length of 0 or more, got {length}.")
+        lengths.append(length)
+    return lengths
+
+
+def _check_counts(counts: Mapping[str, Sequence[float]], size: int) -> dict[str, list[float]]:
+    found = {}
+    for name, values in counts.items():
+        if name == "samples":
+            raise ValueError("plan_batch: counts['samples'] is there already: every sample counts 1.")
+        values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+        if len(values) != size:
+            raise ValueError(
+                f"plan_batch: counts[{name!r}] must have one value per sample ({size}), got {len(values)}."
+            )
+        for index, value in enumerate(values):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"plan_batch: counts[{name!r}][{index}] must be 0 or more and finite, got {value}.")
+        found[name] = values
+    return found
+
+
+def _check_fits(lengths: Sequence[int], limits: Limits) -> None:
+    """Every sample fits a piece of its own."""
+    for index, length in enumerate(lengths):
+        for name, limit in (("max_sequence_length", limits.max_sequence_length), ("max_tokens", limits.max_tokens)):
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f"plan_batch: samples[{index}] fits no piece: it has {length} tokens, and {name} is {limit}. "
+                    "Shorten the sample or raise the limit."
+                )
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+class _Shapes:
+    """Which shape a piece gets, and so what fits in one.
+
+    Args:
+        lengths: Of all samples.
+        limits: As given.
+        most: Distinct shapes at most; None: each piece is as large as it has to be.
+    """
+
+    def __init__(self, lengths: Sequence[int], limits: Limits, most: int | None) -> None:
+        self._limits = limits
+        self._packed = limits.layout == "packed"
+        self._steps: list[int] | None = None
+        if most is None:
+            return
+        longest = max(lengths, default=0)
+        if self._packed:
+            whole = limits.max_tokens or sum(lengths)
+            least = max(longest, -(-whole // most), 1)
+            self._steps = sorted({max(least, -(-whole * step // most)) for step in range(1, most + 1)})
+        else:
+            ordered = sorted(lengths)
+            self._steps = sorted({ordered[-(-len(ordered) * step // most) - 1] for step in range(1, most + 1)})
+
+    def _step(self, tokens: int) -> int:
+        assert self._steps is not None
+        return self._steps[bisect.bisect_left(self._steps, tokens)]
+
+    def _rows(self, length: int, samples: int) -> int:
+        """Rows of every padded piece whose rows have this length; ``samples`` where nothing limits them."""
+        limits = self._limits
+        rows = [limits.max_samples] if limits.max_samples is not None else []
+        rows += [limits.max_tokens // length] if limits.max_tokens is not None and length > 0 else []
+        return min(rows, default=samples)
+
+    def hold(self, count: int, longest: int, total: int) -> bool:
+        if self._steps is None:
+            return self._limits.hold(count, longest, total)
+        if self._packed:
+            return self._limits.hold(count, longest, total) and total <= self._steps[-1]
+        length = self._step(longest)
+        return count <= self._rows(length, count) and self._limits.hold(count, length, total)
+
+    def of(self, count: int, longest: int, total: int, samples: int) -> tuple[int, int]:
+        if self._packed:
+            return (1, total if self._steps is None else self._step(total))
+        if self._steps is None:
+            return (count, longest)
+        length = self._step(longest)
+        return (self._rows(length, samples), length)
+
+
+# -- strategies ----------------------------------------------------------------------------------------------------
+
+Groups = list[list[int]]
+
+
+def _runs(order: Sequence[int], lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> Groups:
+    """Runs of samples, each as long as it may be."""
+    groups: Groups = []
+    longest = total = 0
+    for sample in order:
+        length = lengths[sample]
+        if groups and fits(len(groups[-1]) + 1, max(longest, length), total + length):
+            groups[-1].append(sample)
+            longest, total = max(longest, length), total + length
+        else:
+            groups.append([sample])
+            longest = total = length
+    return groups
+
+
+def _even(order: Sequence[int], lengths: Sequence[int], fits: Callable[[int, int, int], bool], least: int) -> Groups:
+    """At least so many packed pieces of even totals: each sample, longest first, into the emptiest piece."""
+    groups: Groups = [[] for _ in range(least)]
+    emptiest = [(0, group) for group in range(least)]  # (total, group), a heap
+    for sample in order:
+        length = lengths[sample]
+        while emptiest and not fits(len(groups[emptiest[0][1]]) + 1, 0, emptiest[0][0]):
+            heapq.heappop(emptiest)  # it has as many samples as it may
+        total, group = emptiest[0] if emptiest else (0, len(groups))
+        if emptiest and fits(len(groups[group]) + 1, length, total + length):
+            heapq.heapreplace(emptiest, (total + length, group))
+            groups[group].append(sample)
+        else:  # the emptiest has no room: none has
+            heapq.heappush(emptiest, (length, len(groups)))
+            groups.append([sample])
+    return [sorted(group) for group in groups if group]
+
+
+def _split_to_multiple(groups: Groups, world_size: int) -> Groups:
+    """Halve the largest pieces until every rank has as many, as far as they have more than one sample."""
+    while len(groups) % world_size:
+        largest = max(range(len(groups)), key=lambda group: len(groups[group]))
+        whole = groups[largest]
+        if len(whole) == 1:
+            break
+        groups[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return groups
+
+
+def _in_turns(groups: Groups, cost: Callable[[list[int]], int], world_size: int) -> Groups:
+    """Pieces of like cost run at the same time, and no rank always has the dearest of them."""
+    ordered = sorted(groups, key=cost, reverse=True)
+    steps = [ordered[start : start + world_size] for start in range(0, len(ordered), world_size)]
+    return [group for number, step in enumerate(steps) for group in (step[::-1] if number % 2 else step)]
+
+
+def plan_batch(
+    samples: Any,
+    *,
+    limits: Limits | None = None,
+    counts: Mapping[str, Sequence[float]] | None = None,
+    world_size: int = 1,
+    strategy: str = "in_order",
+    max_shapes: int | None = None,
+) -> Plan:
+    """Cut a logical batch into pieces within limits.
+
+    Args:
+        samples: Lengths in tokens (ints, or an integer tensor [N]), or the samples themselves: whatever has a ``len``.
+        limits: What a piece may hold; None: everything.
+        counts: Per sample, what it contributes to each denominator: ``active_tokens``, ``advantage_tokens``, or a name
+            of your own. ``samples`` is always there. Nothing is guessed: tokens that the loss masks out are not active.
+        world_size: Processes that share the batch; each gets as many pieces. Pieces are halved where that does not come
+            out even, and where there are too few samples a piece of weight 0 is added.
+        strategy: "in_order": pieces are runs of the batch. "balanced": packed pieces of even totals, padded pieces of
+            samples of like length; those that run at the same time cost alike.
+        max_shapes: At most so many distinct shapes: lengths are rounded up, and padded pieces of one length all have
+            the rows that fit, the further ones empty. None: each piece is as large as it has to be.
+
+    Returns:
+        The plan; nothing was run or moved.
+
+    Raises:
+        ValueError: An argument is out of its range, or a sample fits no piece; its index, length and the limit are
+            named.
+    """
+    limits = limits or Limits()
+    lengths = _lengths_of(samples)
+    if not lengths:
+        raise ValueError("plan_batch: samples must have at least one sample, got none.")
+    if world_size < 1:
+        raise ValueError(f"plan_batch: world_size must be at least 1, got {world_size}.")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"plan_batch: strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}.")
+    if max_shapes is not None and max_shapes < 1:
+        raise ValueError(f"plan_batch: max_shapes must be at least 1 (None: any number), got {max_shapes}.")
+    per_sample = _check_counts(counts or {}, len(lengths))
+    _check_fits(lengths, limits)
+    shapes = _Shapes(lengths, limits, max_shapes)
+    if strategy == "in_order":
+        groups = _split_to_multiple(_runs(range(len(lengths)), lengths, shapes.hold), world_size)
+    else:
+        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        if limits.layout == "packed":
+            groups = _even(order, lengths, shapes.hold, _least_pieces(lengths, limits, world_size))
+        else:
+            groups = [sorted(run) for run in _runs(order, lengths, shapes.hold)]
+        groups = _split_to_multiple(groups, world_size)
+        groups = _in_turns(groups, lambda group: _cost(group, lengths, limits), world_size)
+    pieces = []
+    for index, group in enumerate(groups):
+        held = [lengths[sample] for sample in group]
+        shape = shapes.of(len(group), max(held), sum(held), len(lengths))
+        found = {"samples": float(len(group))}
+        found |= {name: float(sum(values[sample] for sample in group)) for name, values in per_sample.items()}
+        pieces.append(Piece(index, index % world_size, tuple(group), shape, found))
+    cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1])
+    while len(pieces) % world_size:
+        nothing = dict.fromkeys(cheapest.counts, 0.0)
+        pieces.append(
+            Piece(len(pieces), len(pieces) % world_size, cheapest.samples, cheapest.shape, nothing, padding=True)
+        )
+    totals = {"total_samples": float(len(lengths))}
+    totals |= {f"total_{name}": float(math.fsum(values)) for name, values in per_sample.items()}
+    return Plan(tuple(pieces), totals, world_size, tuple(lengths))
+
+
+def _cost(group: Sequence[int], lengths: Sequence[int], limits: Limits) -> int:
+    held = [lengths[sample] for sample in group]
+    return limits.tokens(len(held), max(held), sum(held))
+
+
+def _least_pieces(lengths: Sequence[int], limits: Limits, world_size: int) -> int:
+    """Packed pieces that cannot be done without, a multiple of the ranks where there are samples enough."""
+    by_tokens = 1 if limits.max_tokens is None else -(-sum(lengths) // limits.max_tokens)
+    by_samples = 1 if limits.max_samples is None else -(-len(lengths) // limits.max_samples)
+    least = max(by_tokens, by_samples, 1)
+    return min(len(lengths), -(-least // world_size) * world_size)
