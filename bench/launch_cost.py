@@ -190,7 +190,9 @@ def measure(count: int, repeats: int, device: torch.device) -> list[Row]:
     kinds.remove(("clip", True))  # it takes no gradients
     calls = Calls(count, device)
     with triton_backend(device) as (triton, dispatch), torch.no_grad():
-        samplers = [sampler(calls, *kind[:1], ops, kind[1], dispatch) for kind in kinds for ops in (compiled, triton)]
+        samplers = [
+            sampler(calls, call, ops, moved, dispatch) for call, moved in kinds for ops in (compiled, triton)
+        ]  # fmt: skip
         taken: list[list[tuple[float, float]]] = study.take_turns(samplers, repeats, warm_up=3)
     rows = []
     for number, (call, moved) in enumerate(kinds):

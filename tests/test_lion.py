@@ -27,26 +27,23 @@ def one_by_hand():
     return param, {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.5}, (1.0, -1.0), (1.8, 1.81), (0.25, -0.0625)
 
 
-def test_by_hand():
+def check_by_hand(wrap):
     param, options, grads, values, momenta = one_by_hand()
-    lion = gf.Lion([param], **options)
+    optimizer = wrap(gf.Lion([param], **options))
     for step, (grad, value, momentum) in enumerate(zip(grads, values, momenta, strict=True), 1):
         param.grad = torch.tensor([grad])
-        lion.step()
+        optimizer.step()
         assert param.item() == pytest.approx(value)
-        assert lion.state[param]["exp_avg"].item() == pytest.approx(momentum)
-        assert lion.state[param]["step"].item() == step
+        assert optimizer.state[param]["exp_avg"].item() == pytest.approx(momentum)
+        assert optimizer.state[param]["step"].item() == step
+
+
+def test_by_hand():
+    check_by_hand(lambda lion: lion)
 
 
 def test_fused_by_hand(backend):
-    param, options, grads, values, momenta = one_by_hand()
-    opt = gf.GradAccumOptimizer(gf.Lion([param], **options), backend=backend)
-    for step, (grad, value, momentum) in enumerate(zip(grads, values, momenta, strict=True), 1):
-        param.grad = torch.tensor([grad])
-        opt.step()
-        assert param.item() == pytest.approx(value)
-        assert opt.state[param]["exp_avg"].item() == pytest.approx(momentum)
-        assert opt.state[param]["step"].item() == step
+    check_by_hand(lambda lion: gf.GradAccumOptimizer(lion, backend=backend))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
