@@ -356,12 +356,23 @@ Collector::Seen Collector::see(const at::Tensor& tensor) {
   return {version, static_cast<const char*>(impl->unsafe_storage().data()) + impl->storage_offset()};
 }
 
-void Collector::remember() {
-  seen_.resize(active_index_.size());
-  for_each_tensor(seen_.size(), [&](size_t k) {
+void Collector::see_params(std::vector<Seen>& seen) const {
+  seen.resize(active_index_.size());
+  for_each_tensor(seen.size(), [&](size_t k) {
     announce_param(active_index_[k]);
-    seen_[k] = see(params_[active_index_[k]]);
+    seen[k] = see(params_[active_index_[k]]);
   });
+}
+
+void Collector::remember() { see_params(seen_); }
+void Collector::mark() { see_params(marked_); }
+
+int64_t Collector::first_written() const {
+  for (size_t k = 0; k < marked_.size(); ++k) {
+    announce_param(active_index_[k]);
+    if (!(see(params_[active_index_[k]]) == marked_[k])) return active_index_[k];
+  }
+  return -1;
 }
 
 std::vector<int64_t> Collector::changed() const {

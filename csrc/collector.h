@@ -55,6 +55,9 @@ class Collector {
   // Remembers the parameters' versions and addresses; `changed` lists the active ones written by others since.
   void remember();
   std::vector<int64_t> changed() const;
+  // The same for a window: marks the parameters at its start; index (among all) of the first written since, or -1.
+  void mark();
+  int64_t first_written() const;
 
   BackwardWatch& backward_watch() { return watch_; }
   const std::vector<at::Tensor>& params() const { return params_; }
@@ -66,6 +69,7 @@ class Collector {
     bool operator==(const Seen& other) const { return version == other.version && address == other.address; }
   };
   static Seen see(const at::Tensor& tensor);
+  void see_params(std::vector<Seen>& seen) const;
   // Ask for what a walk over the list reads a few parameters further on.
   void announce(size_t k, size_t count) const;
   void announce_param(size_t i) const;
@@ -83,6 +87,7 @@ class Collector {
   std::vector<at::ScalarType> dtypes_;
   std::vector<std::vector<int64_t>> strides_;  // memory order, of the active ones
   std::vector<Seen> seen_;
+  std::vector<Seen> marked_;
   std::vector<Seen> seen_grads_;
   std::shared_ptr<PieceMemory> memory_ = std::make_shared<PieceMemory>();
   BackwardWatch watch_;

@@ -90,6 +90,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("first_with_grad", &Collector::first_with_grad)
       .def("remember_grads", &Collector::remember_grads)
       .def("grads_unchanged", &Collector::grads_unchanged)
+      .def("mark", &Collector::mark)
+      .def("first_written", &Collector::first_written)
       .def("clear_grads", &Collector::clear_grads)
       .def("matches", &Collector::matches, py::arg("param_lists"))
       .def("remember", &Collector::remember)

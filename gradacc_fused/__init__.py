@@ -20,11 +20,15 @@ except ImportError as error:
     ) from error
 
 from .accumulate import accumulate_
+from .attempts import PieceOutput
 from .backends import cpu as _cpu  # noqa: F401  loads the compiled ops where they are
 from .backends import cuda as _cuda  # noqa: F401
 from .backends import reference as _reference  # noqa: F401  registers the ops for every device
 from .backends.registry import BackendStatus, backends
-from .batch.planner import Limits, Plan, plan_batch
+from .batch.denominators import Term
+from .batch.plan import Plan
+from .batch.planner import Limits, plan_batch, plan_pieces
+from .batch_norm import convert_batch_norm
 from .capture import GuardedGraph
 from .clip import clip_, norm_
 from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
@@ -47,16 +51,20 @@ __all__ = [
     "Limits",
     "Lion",
     "NonFiniteError",
+    "PieceOutput",
     "Plan",
     "StepResult",
+    "Term",
     "Window",
     "WindowError",
     "accumulate_",
     "backends",
     "clip_",
+    "convert_batch_norm",
     "hyper_rows",
     "n_partials",
     "norm_",
     "plan_batch",
+    "plan_pieces",
     "update_",
 ]

@@ -69,6 +69,7 @@ class Collector:
         self._described = [(param.shape, param.dtype) for param in params]
         self._seen: list[tuple[int, int]] = []
         self._seen_grads: list[tuple[int, int]] = []
+        self._marked: list[tuple[int, int]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._in_flight = False
 
@@ -147,6 +148,16 @@ class Collector:
             k for k, (param, seen) in enumerate(zip(self.active_params, self._seen, strict=False))
             if self._see(param) != seen
         ]  # fmt: skip
+
+    def mark(self) -> None:
+        """Remember the parameters as they are where a window opens."""
+        self._marked = [self._see(param) for param in self.active_params]
+
+    def first_written(self) -> int:
+        """Index (among all parameters) of the first active one that was written since ``mark``, or -1."""
+        indices = (i for i, is_active in enumerate(self.active) if is_active)
+        now = zip(indices, self.active_params, self._marked, strict=False)
+        return next((i for i, param, seen in now if self._see(param) != seen), -1)
 
     def watch_backward(self) -> None:
         self.unwatch_backward()

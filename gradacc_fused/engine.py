@@ -260,12 +260,12 @@ class Engine:
         )  # fmt: skip
         return cells
 
-    def clip(self, cells: Cells, counts: Sequence[Scalar]) -> None:
+    def clip(self, cells: Cells, counts: Sequence[Scalar], loss_scale: float) -> None:
         """Fill the cells: total_norm, clip_coef, multiplier, weight_sum."""
         if not any(isinstance(count, torch.Tensor) for count in counts):
             counts = [sum(float(count) for count in counts)]
         self.path.clip(
-            self.partials, self._counts.tensor(counts), self._scale.fill([self.options.host_scale]),
+            self.partials, self._counts.tensor(counts), self._scale.fill([self.options.host_scale * loss_scale]),
             cells.total_norm, cells.clip_coef, cells.multiplier, cells.weight_sum,
             norm_type=float(self.options.norm_type), max_norm=self.options.max_norm,
         )  # fmt: skip

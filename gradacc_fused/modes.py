@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from .engine import Piece
 from .errors import WindowError
+from .micro_batches import Declared, MicroBatches
 from .results import Scalar
-from .window import Declared, Window
 
 if TYPE_CHECKING:
     from .optimizer import GradAccumOptimizer
@@ -22,7 +22,7 @@ class Boundary:
 
     def __init__(self, optimizer: GradAccumOptimizer) -> None:
         self._optimizer = optimizer
-        self._window: Window | None = None  # open while opt.backward() has declared micro-batches
+        self._window: MicroBatches | None = None  # open while opt.backward() has declared micro-batches
         self._failed = ""
 
     micro_batches = 0  # the sum so far is the host's own .grad: nothing of ours is open
@@ -30,7 +30,7 @@ class Boundary:
 
     def backward(self, declared: Declared) -> None:
         self._refuse_failed("backward")
-        window = self._window or Window(self._optimizer, "backward", status="open")
+        window = self._window or MicroBatches(self._optimizer, "backward", status="open")
         weight = window.check(declared)
         self._refuse_others_grads(window)
         factor = window.factor(declared.reduction, weight)
@@ -53,7 +53,7 @@ class Boundary:
                 "applied. Start the logical batch anew."
             )
 
-    def _refuse_others_grads(self, window: Window) -> None:
+    def _refuse_others_grads(self, window: MicroBatches) -> None:
         """Between two opt.backward calls nobody else may write ``.grad``: the weights would no longer be its."""
         collector = self._optimizer._engine.collector
         first = window.micro_batches == 0
@@ -75,7 +75,7 @@ class Boundary:
         self._refuse_failed("step")
         window = self._window
         if window is None:
-            window = Window(self._optimizer, "step", status="open")
+            window = MicroBatches(self._optimizer, "step", status="open")
             if self._optimizer._engine.collector.first_with_grad() < 0:
                 return  # as torch: a step without gradients changes nothing
             window.record(declared, 1.0)
@@ -105,7 +105,7 @@ class Counting:
     def __init__(self, optimizer: GradAccumOptimizer, steps: int) -> None:
         self._optimizer = optimizer
         self._steps = steps
-        self._window: Window | None = None
+        self._window: MicroBatches | None = None
         self._declared: Declared | None = None  # by opt.backward(), for the step() that follows
         self._failed = ""
         optimizer._engine.watch_backward()
@@ -120,12 +120,12 @@ class Counting:
         """Gradients that the open window holds."""
         return () if self._window is None else self._window.held
 
-    def _open_window(self) -> Window:
+    def _open_window(self) -> MicroBatches:
         if self._window is None or self._window.status != "open" or self._window.micro_batches == 0:
-            self._window = Window(self._optimizer, "step", status="open", closes_after=self._steps)
+            self._window = MicroBatches(self._optimizer, "step", status="open", closes_after=self._steps)
         return self._window
 
-    def _check(self, window: Window, declared: Declared) -> tuple[Declared, Scalar]:
+    def _check(self, window: MicroBatches, declared: Declared) -> tuple[Declared, Scalar]:
         """What was declared, with the weight that ``weighting`` gives it."""
         weighting = self._optimizer.options.weighting
         if weighting == "equal" and declared.weight is not None:

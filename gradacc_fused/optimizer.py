@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from . import checkpoint, guards, hooks
+from . import batch_norm, checkpoint, hooks
 from .attach import Attached
+from .batch.denominators import Declaration, LogicalBatch, declared_terms
+from .batch.plan import Plan
 from .engine import Engine
 from .errors import WindowError
+from .guards import check_inner
 from .memory import MemoryReport
+from .micro_batches import Declared, MicroBatches
 from .modes import Boundary, Counting
 from .options import Options
 from .publish import Publisher
 from .results import Scalar, StepResult
-from .window import DISCARDED, Declared, Window
+from .window import DISCARDED, Window
+from .wrapper import Wrapper
 
 
-class GradAccumOptimizer(torch.optim.Optimizer):
+class GradAccumOptimizer(Wrapper):
     """Gradient accumulation with the update of ``inner``, exact and in one boundary pass.
 
     ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own. AdamW, Adam, SGD and ``Lion`` run
@@ -51,7 +54,6 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         BackendUnavailableError: The backend asked for cannot run here.
     """
 
-    inner: torch.optim.Optimizer
     last_result: StepResult | None
 
     def __init__(
@@ -77,7 +79,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
             )
         if isinstance(inner, GradAccumOptimizer):
             raise TypeError("GradAccumOptimizer: inner is already a GradAccumOptimizer; wrap the plain optimizer.")
-        guards.check_inner(inner)
+        check_inner(inner)
         options = Options(
             accumulation_steps, weighting, host_scale, max_grad_norm, norm_type, max_grad_value, master_weights, defer,
             defer_bytes, on_nonfinite, backend,
@@ -85,11 +87,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         self._initialise(inner, options)
 
     def _initialise(self, inner: torch.optim.Optimizer, options: Options) -> None:
-        # The base initialiser makes its hook tables and fills groups and state of its own: those of a stand-in, because
-        # handed the inner's groups it would find every parameter "in more than one parameter group".
-        self.inner = SimpleNamespace(param_groups=[], state=defaultdict(dict), defaults={})  # type: ignore[assignment]
-        super().__init__([torch.empty(0)], {})
-        self.inner = inner
+        self._wrap(inner)
         self.options = options
         self.last_result = None
         self._engine = Engine(inner, options)
@@ -104,36 +102,13 @@ class GradAccumOptimizer(torch.optim.Optimizer):
 
     # -- what a torch.optim.Optimizer has --------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The inner optimizer's state, made before it is first read."""
-        if isinstance(self.inner, torch.optim.Optimizer) and "_engine" in self.__dict__ and not self._engine.has_state:
+    def _before_state_is_read(self) -> None:
+        if "_engine" in self.__dict__ and not self._engine.has_state:
             self._make_state()
-        return self.inner.state
 
-    @state.setter
-    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        self.inner.state = state
+    def _after_state_was_replaced(self) -> None:
         if "_engine" in self.__dict__:
             self._engine.forget_state()
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.inner.defaults = defaults
 
     def _make_state(self) -> None:
         if self._taken() == 0:
@@ -199,15 +174,32 @@ class GradAccumOptimizer(torch.optim.Optimizer):
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    def window(self) -> Window:
+    def window(
+        self,
+        plan: Plan | None = None,
+        *,
+        terms: Declaration | None = None,
+        rank: int | None = None,
+        restore_state: bool | torch.nn.Module = False,
+    ) -> Window:
         """A window to be used in a ``with`` block: commits and steps at its end, an exception discards it.
 
+        Args:
+            plan: The logical batch: each of its pieces must run once, in order, with the counts it promised.
+            terms: What divides each loss term: a count's name, a ``Term``, or a mapping of them by the term's name.
+            rank: Whose pieces of the plan run here; None: this process's rank in torch.distributed, 0 without it.
+            restore_state: Whether a discarded window also puts back random-number generators and running statistics of
+                batch norms; a module: and all of its buffers.
+
         Raises:
-            WindowError: Another window of this optimizer is open.
+            WindowError: Another window of this optimizer is open; a term compares samples of several pieces.
+            DenominatorError: A term's denominator is not counted by the plan; terms that differ in it, and no plan.
         """
         self._require_not_closed("window")
         self._require_no_window("window")
-        return Window(self)
+        named = declared_terms(terms)
+        batch = None if plan is None and named is None else LogicalBatch(named, plan)
+        return Window(self, batch, 0 if plan is None else plan.this_rank(rank), restore_state)
 
     def _enter_window(self, window: Window) -> None:
         if self._open is not None:
@@ -223,7 +215,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         loss: torch.Tensor,
         *,
         weight: float | torch.Tensor | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         samples: Scalar | None = None,
         tokens: Scalar | None = None,
     ) -> None:
@@ -239,7 +231,7 @@ class GradAccumOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             self._open.backward(loss, weight=weight, reduction=reduction, samples=samples, tokens=tokens)
             return
-        self._mode.backward(Declared(weight, reduction, loss, samples, tokens))
+        self._mode.backward(Declared(weight, reduction or "mean", loss, samples, tokens))
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -312,9 +304,9 @@ class GradAccumOptimizer(torch.optim.Optimizer):
     def _warn_about_batch_norm(self) -> None:
         if not self._looked_for_batch_norm:
             self._looked_for_batch_norm = True
-            guards.warn_about_batch_norm(self._engine.layout.params)
+            batch_norm.warn_about_batch_norm(self._engine.layout.params)
 
-    def _commit(self, window: Window) -> None:
+    def _commit(self, window: MicroBatches) -> None:
         with torch.inference_mode(False), torch.no_grad():
             cells, result = window.close()
             applies = self._applies(result)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -47,7 +49,8 @@ class StepResult:
         clip_coef: ``min(1, max_norm / (total_norm + 1e-6))``.
         found_inf: 1 if a gradient that counts was not finite, else 0.
         multiplier: The one factor the update applied; NaN where nothing could be applied.
-        weight_sum: Sum of the weights: the denominator of the logical batch.
+        weight_sum: Sum of the weights: the denominator of the logical batch. In a window with a plan the planned one,
+            of the first term where they differ.
         lr: Learning rate of each group that the step used.
         micro_batches: Micro-batches in the window.
         samples: Samples in the window, where they were given, else None.
@@ -64,7 +67,12 @@ class StepResult:
     samples: Scalar | None
     tokens: Scalar | None
     losses: list[LossRecord] = field(repr=False)
-    host_scale: float = field(repr=False, default=1.0)
+    scale: float = field(repr=False, default=1.0)  # already on every loss: host_scale times the loss scale
+    unit: float = field(repr=False, default=1.0)  # power of two already divided out of every loss
+    term_losses: Mapping[str, Sequence[LossRecord]] = field(repr=False, default_factory=dict)
+    batch: Any = field(repr=False, default=None)  # the declared terms, batch.denominators.LogicalBatch
+    weights: Sequence[Scalar] = field(repr=False, default_factory=list)
+    reductions: Sequence[str] = field(repr=False, default_factory=list)
 
     @property
     def skipped(self) -> bool:
@@ -78,14 +86,32 @@ class StepResult:
 
     @property
     def loss_sum(self) -> torch.Tensor | None:
-        """Loss over the logical batch (float64): mean losses times their weights, or the sums; None if not given."""
-        if len(self.losses) != self.micro_batches or not self.losses:
-            return None
-        value = total([record.summed() for record in self.losses])
-        return torch.as_tensor(value, dtype=torch.float64) / self.host_scale
+        """Loss over the logical batch (float64): mean losses times their weights, or the sums.
+
+        None if it was not given, or its terms have different denominators (``terms`` has each).
+        """
+        mixed = self.batch is not None and len(set(self.batch.totals.values())) > 1
+        return None if mixed else self._loss_sum()
 
     @property
     def loss_mean(self) -> torch.Tensor | None:
-        """``loss_sum / weight_sum``: what the whole batch's loss is."""
-        loss_sum = self.loss_sum
+        """The whole batch's loss: ``loss_sum / weight_sum``, or the sum of the terms, each divided as declared."""
+        loss_sum = self._loss_sum()
         return None if loss_sum is None else loss_sum / self.weight_sum.to(loss_sum.device)
+
+    def _loss_sum(self) -> torch.Tensor | None:
+        if len(self.losses) != self.micro_batches or not self.losses:
+            return None
+        value = total([record.summed() for record in self.losses])
+        return torch.as_tensor(value, dtype=torch.float64) * (self.unit / self.scale)
+
+    @property
+    def terms(self) -> dict[str, torch.Tensor]:
+        """Each declared loss term over the logical batch (float64), divided as declared, before its coefficient."""
+        found = {}
+        for name, records in self.term_losses.items():
+            summed = torch.as_tensor(total([record.summed() for record in records]), dtype=torch.float64)
+            known = self.batch.totals.get(name)
+            divisor = self.weight_sum.to(summed.device) if known is None else known
+            found[name] = summed / divisor / self.scale
+        return found

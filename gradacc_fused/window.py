@@ -1,38 +1,32 @@
-"""One accumulation window: which micro-batches it holds, what they weigh, and whether it may be applied."""
+"""The window of a ``with`` block: all of its pieces become one step, or nothing moves."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .buffers import Cells
-from .engine import Piece
-from .errors import WEIGHT_CHOICES, DenominatorError, NonFiniteError, WindowError
-from .results import LossRecord, Scalar, StepResult, total
+from .attempts import Attempts, Losses, PieceOutput, Ready
+from .batch.denominators import Combined, LogicalBatch
+from .batch.ledger import Ledger
+from .batch.out_of_memory import is_out_of_memory
+from .batch.plan import Piece, Plan
+from .batch.saved_state import SavedState
+from .batch_norm import running_statistics
+from .errors import WindowError
+from .micro_batches import Declared, MicroBatches
+from .results import LossRecord, Scalar
 
 if TYPE_CHECKING:
     from .optimizer import GradAccumOptimizer
 
-REDUCTIONS = ("mean", "sum")
 DISCARDED = "discard() was called"
+NOTE = "gradacc_fused:"
 
 
-@dataclass
-class Declared:
-    """What the caller said of one micro-batch."""
-
-    weight: Any = None
-    reduction: str = "mean"
-    loss: Any = None
-    samples: Any = None
-    tokens: Any = None
-
-
-class Window:
+class Window(MicroBatches):
     """Collects micro-batches and commits them as one step; an exception in its block discards them.
 
     Made by ``GradAccumOptimizer.window()``::
@@ -42,49 +36,32 @@ class Window:
                 loss_sum, n_active = model_loss(piece)
                 window.backward(loss_sum, weight=n_active, reduction="sum")
 
-    A window is ``open`` until it is committed, discarded, or a backward in it fails; nothing is applied before commit.
+    A window is ``open`` until it is committed, discarded, or something in it fails; nothing is applied before commit.
 
     Args:
         optimizer: Whose window it is.
-        where: The call its messages name.
-        status: "new" until its ``with`` block is entered; "open" for the modes' own windows.
-        closes_after: Micro-batches after which the caller commits in the same call.
+        batch: Declared loss terms and the plan, if there are any.
+        rank: Whose pieces of the plan it runs.
+        restore_state: Whether a discarded window puts back random-number generators and running statistics; a module:
+            and all of its buffers.
     """
 
     def __init__(
         self,
         optimizer: GradAccumOptimizer,
-        where: str = "window",
-        status: str = "new",
-        closes_after: int | None = None,
+        batch: LogicalBatch | None = None,
+        rank: int = 0,
+        restore_state: bool | torch.nn.Module = False,
     ) -> None:
-        self._optimizer = optimizer
-        self._engine = optimizer._engine
-        self._where = where
-        self._closes_after = closes_after
-        self.status = status
-        self._why = ""
-        self.held: list[Piece] = []
-        self._factors: list[Scalar] = []
-        self._stored = False
-        self._unweighted = False
-        self.weights: list[Scalar] = []
-        self._losses: list[LossRecord] = []
-        self._samples: list[Scalar] = []
-        self._tokens: list[Scalar] = []
-        if status == "open":
-            self._begin()
-
-    def _begin(self) -> None:
-        self.status = "open"
-        self._engine.prepare()
-        self._engine.touched.zero()
-        self._rates = self._engine.learning_rates()
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches taken so far."""
-        return len(self.weights)
+        super().__init__(optimizer, "window", status="new")
+        self._batch = batch
+        self._plan: Plan | None = None if batch is None else batch.plan
+        self.ledger = None if self._plan is None else Ledger(self._plan, rank)
+        self._restore_state = restore_state
+        self._buffers: Sequence[torch.Tensor] = ()
+        self._saved: SavedState | None = None
+        self.retries = False  # whether running out of memory leaves the window open
+        self.short_of_memory = False
 
     # -- the with block ------------------------------------------------------------------------------------------
 
@@ -94,6 +71,9 @@ class Window:
         self._optimizer._enter_window(self)
         try:
             self._begin()
+            self._engine.collector.mark()
+            self._find_buffers()
+            self._saved = self.save_state()
         except BaseException:
             self._optimizer._leave_window(self)
             raise
@@ -103,19 +83,54 @@ class Window:
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._optimizer._leave_window(self)
-        if error_type is not None:
-            self.discard(f"{error_type.__name__} was raised in it")
-            self._optimizer._clear_grads()
+        if error is not None:
+            self.fail(error, f"{type(error).__name__} was raised in it")
             return
         if self.status == "discarded" and self._why == DISCARDED:
             return  # by the caller, who knows
-        self._require_open("committed")
-        self._refuse_stale_grads("committed")
-        if self.micro_batches == 0:
-            self.status = "committed"
-            warnings.warn("the window closed without a micro-batch; no step was made.", stacklevel=2)
-            return
-        self._optimizer._commit(self)
+        try:
+            self._require_open("committed")
+            self._refuse_stale_grads("committed")
+            self._refuse_written_params()
+            self._refuse_incomplete()
+            if self.micro_batches > 0:
+                self._optimizer._commit(self)
+                return
+        except BaseException as failure:
+            self.fail(failure, f"{type(failure).__name__} was raised where it was committed")
+            raise
+        self.status = "committed"
+        warnings.warn("the window closed without a micro-batch; no step was made.", stacklevel=2)
+
+    def fail(self, error: BaseException, why: str) -> None:
+        """Discard the window for an error, and say so in it."""
+        if hasattr(error, "add_note") and not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+            where = "" if self.ledger is None else f" The piece in hand was {self.ledger.position()}."
+            error.add_note(f"{NOTE} its window is discarded, nothing was applied, .grad is cleared.{where}")
+        self.discard(why)
+        self._optimizer._clear_grads()
+
+    def discard(self, why: str = "") -> None:
+        """Drop everything taken so far. Nothing moves; the next window starts from zero."""
+        was_open = self.status == "open"
+        super().discard(why)
+        if was_open and self._saved is not None:
+            self._saved.restore()
+
+    def _find_buffers(self) -> None:
+        model = self._restore_state
+        if isinstance(model, torch.nn.Module):
+            self._buffers = list(model.buffers())
+        elif model:
+            self._buffers = running_statistics(self._engine.layout.params)
+
+    def save_state(self) -> SavedState | None:
+        """Generators and running statistics as they are, where the window restores them."""
+        if self._restore_state is False:
+            return None
+        return SavedState(self._buffers, self._engine.layout.device)
+
+    # -- what discards it ----------------------------------------------------------------------------------------
 
     def _refuse_stale_grads(self, what: str) -> None:
         index = self._engine.collector.first_with_grad()
@@ -128,268 +143,175 @@ class Window:
                 "through window.backward().",
             )
 
+    def _refuse_written_params(self) -> None:
+        index = self._engine.collector.first_written()
+        if index >= 0:
+            self._give_up(
+                f"parameter {index} was written",
+                f"parameter {index} was written since the window opened (before micro-batch {self.micro_batches}), so "
+                "its gradients would be those of different models. Load, average or step parameters between windows.",
+            )
+
+    def _refuse_incomplete(self) -> None:
+        if self.ledger is not None:
+            self.refuse(self.ledger.missing() or self.ledger.late_broken_promise())
+
+    def refuse(self, why: str) -> None:
+        if why:
+            self._give_up(why, f"{why}.")
+
     # -- micro-batches -------------------------------------------------------------------------------------------
 
     def backward(
         self,
-        loss: torch.Tensor,
+        loss: Losses,
         *,
         weight: float | torch.Tensor | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         samples: Scalar | None = None,
         tokens: Scalar | None = None,
+        piece: Piece | None = None,
+        counts: Mapping[str, Scalar] | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         """Run one micro-batch's backward and take its gradients.
 
-        The step sees ``sum_i(w_i * g_i) / sum_i(w_i)`` with mean losses, ``sum_i(g_i) / sum_i(w_i)`` with sums.
+        The step sees ``sum_i(w_i * g_i) / sum_i(w_i)`` with mean losses, ``sum_i(g_i) / sum_i(w_i)`` with sums; with
+        declared terms what they declare (see ``batch/denominators.py``).
 
         Args:
-            loss: The micro-batch's loss, one element.
+            loss: The micro-batch's loss, one element; where terms were declared, one per term.
             weight: How much of the logical batch it is: active tokens, samples; a number or a one-element tensor,
                 finite and >= 0 (on a device that is not checked: it would cost a sync). 0 means that neither its
-                gradient nor its loss is read. May be left out only if the window has a single micro-batch.
-            reduction: "mean" if ``loss`` is a mean over ``weight`` items, "sum" if it is their sum.
+                gradient nor its loss is read. May be left out only if the window has a single micro-batch. Not with
+                declared terms.
+            reduction: "mean" (default) if ``loss`` is a mean over ``weight`` items, "sum" if it is their sum. Not with
+                declared terms.
             samples: Samples in it, for the result.
             tokens: Tokens in it, for the result.
+            piece: With a plan: which piece this is.
+            counts: With declared terms and no plan: what the micro-batch counts, numbers or one-element tensors. With a
+                plan: what was really counted; the plan's counts must be met.
+            loss_scale: What somebody has multiplied the loss by (``GradScaler.get_scale()``); the step, the norm and
+                the logged loss are in true units. The same for all micro-batches of a window.
 
         Raises:
-            DenominatorError: No weight and more than one micro-batch, or a weight that is no finite number >= 0.
-            WindowError: The window is not open, or a parameter has a ``.grad`` from elsewhere.
+            DenominatorError: No weight and more than one micro-batch, a weight that is no finite number >= 0, or a term
+                that nobody declared.
+            WindowError: The window is not open, a parameter was written or has a ``.grad`` from elsewhere, the piece is
+                not the one whose turn it is, its counts are not the planned ones, the loss scale changed. The window is
+                discarded.
             Exception: Whatever backward raised; the window is discarded and the half-written ``.grad`` cleared.
         """
         self._require_open("used")
-        declared = Declared(weight, reduction, loss, samples, tokens)
-        checked = self.check(declared)
-        self._refuse_stale_grads("used")
+        declared = Declared(weight, reduction or "mean", loss, samples, tokens, loss_scale)
+        ready = self.prepare(loss, piece, counts, declared, reduction)
         self.make_room()
-        self.run_backward(loss, weight=checked)
-        self.take(declared, checked)
+        self.run_backward(ready.declared.loss, weight=ready.weight)
+        self.take_ready(ready)
 
-    def make_room(self) -> None:
-        """Add the held micro-batches to the main grads if another would be one too many to hold."""
-        if not self._engine.may_hold(self.held, self._closes_after, self._stored):
-            self._flush_pending()
-
-    def run_backward(self, loss: torch.Tensor, factor: float = 1.0, weight: Scalar | None = None) -> None:
-        """``(factor * loss).backward()``; a failure discards the window and clears half-written gradients."""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"{self._where}: loss must be a tensor with one element, got {got}. Reduce it first.")
-        if isinstance(weight, float) and weight == 0.0 and not loss.requires_grad:
-            return  # not read, and there is nothing to run
-        try:
-            with torch.enable_grad():
-                scaled = loss if factor == 1.0 else loss * factor
-            scaled.backward()
-        except BaseException as error:
-            self.discard(f"backward of micro-batch {self.micro_batches} raised {type(error).__name__}")
-            self._optimizer._clear_grads()
-            raise
-
-    def check(self, declared: Declared) -> Scalar:
-        """Check what was said of a micro-batch, before anything is touched; returns its weight."""
-        if declared.reduction not in REDUCTIONS:
-            raise ValueError(f"{self._where}: reduction must be 'mean' or 'sum', got {declared.reduction!r}.")
-        for name in ("loss", "samples", "tokens"):
-            value = getattr(declared, name)
-            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+    def prepare(
+        self,
+        loss: Losses,
+        piece: Piece | None,
+        counts: Mapping[str, Scalar] | None,
+        declared: Declared,
+        reduction: str | None,
+    ) -> Ready:
+        """Check everything that was said of a micro-batch, before anything is touched."""
+        self._refuse_written_params()
+        combined = None
+        if self._batch is None:
+            if piece is not None or counts is not None or isinstance(loss, Mapping):
                 raise ValueError(
-                    f"{self._where}: {name} must be a tensor with one element, got {list(value.shape)}. Reduce it "
-                    "first."
+                    "window: piece, counts and losses by term need opt.window(plan) or opt.window(terms=...), got none."
                 )
-        weight = declared.weight
-        if self.micro_batches > 0 and (weight is None or self._unweighted):
-            self.require_weight(self.micro_batches if weight is None else 0)
-        return 1.0 if weight is None else self._weight_value(weight)
+        else:
+            if declared.weight is not None or reduction is not None:
+                raise ValueError("window: weight and reduction are what terms declare; leave them out of backward.")
+            piece, combined, declared = self._combine(self._batch, loss, piece, counts, declared)
+        weight = self.check(declared)
+        self._refuse_stale_grads("used")
+        return Ready(declared, weight, piece, combined)
 
-    def require_weight(self, index: int | None = None) -> NoReturn:
-        index = self.micro_batches if index is None else index
-        raise DenominatorError(
-            f"{self._where}: micro-batch {index} has no weight, and the window has more than one. {WEIGHT_CHOICES}"
-        )
-
-    def _weight_value(self, weight: Any) -> Scalar:
-        index = self.micro_batches
-        if isinstance(weight, torch.Tensor):
-            if weight.numel() != 1 or weight.is_complex():
-                raise DenominatorError(
-                    f"{self._where}: weight of micro-batch {index} must have one element, got {list(weight.shape)}."
+    def _combine(
+        self,
+        batch: LogicalBatch,
+        loss: Losses,
+        piece: Piece | None,
+        counts: Mapping[str, Scalar] | None,
+        declared: Declared,
+    ) -> tuple[Piece | None, Combined, Declared]:
+        if (piece is None) != (self.ledger is None):
+            expected = "which piece it is: piece=..." if piece is None else "no piece, the window having no plan"
+            raise ValueError(f"window: backward must be told {expected}.")
+        seen = {} if counts is None else counts
+        if self.ledger is not None and piece is not None:
+            self.refuse(self.ledger.unexpected(piece) or self.ledger.broken_promise(piece, seen))
+            seen = piece.counts
+        elif batch.terms is not None and self.micro_batches > 0:
+            across = [name for name, term in batch.terms.items() if term.across_samples]
+            if across:
+                self.refuse(
+                    f"term {across[0]!r} compares samples with each other, and this is micro-batch "
+                    f"{self.micro_batches}: each would see only its own samples. Run the logical batch in one"
                 )
-            known = self._engine.host_value(weight)
-            if known is None:
-                if weight.device.type == "cpu":
-                    self._check_weight(float(weight), weight)
-                return weight.detach().to(device=self._engine.layout.device, dtype=torch.float64, copy=True).reshape(())
-            weight = known
-        try:
-            value = math.nan if isinstance(weight, (str, bytes)) else float(weight)
-        except (TypeError, ValueError):
-            value = math.nan
-        self._check_weight(value, weight)
-        return value
+        combined = batch.combine(loss, piece, seen, self._where)
+        samples = seen.get("samples") if declared.samples is None else declared.samples
+        tokens = seen.get("active_tokens") if declared.tokens is None else declared.tokens
+        said = Declared(combined.weight, combined.reduction, combined.loss, samples, tokens, declared.loss_scale)
+        return piece, combined, said
 
-    def _check_weight(self, value: float, weight: Any) -> None:
-        """In fp32's range: that is what multiplies the gradient."""
-        if not 0 <= value <= torch.finfo(torch.float32).max:
-            raise DenominatorError(
-                f"{self._where}: weight of micro-batch {self.micro_batches} must be a finite number >= 0, got {weight}."
-            )
+    def take_ready(self, ready: Ready) -> None:
+        self.take(ready.declared, ready.weight)
+        if self.short_of_memory:
+            self._flush_pending()
+        if ready.combined is not None:
+            for name, record in ready.combined.records.items():
+                count = self.weights[-1] if isinstance(record.weight, torch.Tensor) else record.weight
+                kept = LossRecord(self._snapshot(record.loss), count, record.reduction)
+                self._terms.setdefault(name, []).append(kept)
+        if self.ledger is not None and ready.piece is not None:
+            self.ledger.enter(ready.piece)
 
-    def take(self, declared: Declared, weight: Scalar, failed: str = "") -> None:
-        """Take the gradients that a finished backward left in ``.grad``, as one micro-batch.
+    def _expected(self) -> int | None:
+        return None if self.ledger is None else self.micro_batches + self.ledger.remaining
+
+    def _outlives(self, error: BaseException) -> bool:
+        return self.retries and self.status == "open" and is_out_of_memory(error)
+
+    def run(
+        self,
+        piece: Piece,
+        fn: Callable[[Piece], Losses | PieceOutput],
+        *,
+        split_on_oom: bool = False,
+        loss_scale: float = 1.0,
+    ) -> list[Any] | None:
+        """Run one planned piece: ``fn``'s forward, and the backward of the loss it returns.
+
+        Gradients are taken only when a backward is complete, so an attempt that ran out of memory has left nothing: its
+        ``.grad`` is cleared, gradients held for one pass are added to the main grads, and the piece is tried again,
+        then in halves, down to single samples. The logical batch stays the same: every sample once, with the planned
+        counts.
 
         Args:
-            declared: What was said of it.
-            weight: Its checked weight.
-            failed: What became of an earlier attempt, for the message where there is no gradient.
+            piece: Of the plan, the one whose turn it is.
+            fn: Called with the piece or a part of it (``piece.samples``, ``piece.shape``); returns the loss, one per
+                term, or a ``PieceOutput``. It must be right to call it again.
+            split_on_oom: Whether running out of memory in ``fn`` or in backward is met by splitting. With
+                ``restore_state`` random-number generators and running statistics are those from before the attempt.
+            loss_scale: As for ``backward``.
+
+        Returns:
+            The outputs of the piece's samples, in its order, as ``Plan.restore`` takes them; None if ``fn`` gave none.
+
+        Raises:
+            WindowError, DenominatorError: As ``backward``.
+            Exception: Whatever ``fn`` or backward raised; the window is discarded. Running out of memory with a single
+                sample is raised as it came, with a note.
         """
-        required = not (isinstance(weight, float) and weight == 0.0)
-        piece = self._collect(clear=True, required=required, failed=failed)
-        self.record(declared, weight)
-        self.held.append(piece)
-        self._factors.append(self.factor(declared.reduction, weight))
-        self._engine.note_held(self.held)
-        closing = self._closes_after is not None and self.micro_batches >= self._closes_after
-        if not piece.exclusive and not closing:
-            self._flush_pending()
-        if self.micro_batches == 2:
-            self._optimizer._warn_about_batch_norm()
-
-    def take_summed(self) -> None:
-        """Take what autograd has summed over the recorded micro-batches; ``.grad`` stays where it is."""
-        nothing = all(isinstance(weight, float) and weight == 0.0 for weight in self.weights)
-        self.held, self._factors = [self._collect(clear=False, required=not nothing)], [1.0]
-        if self.micro_batches > 1:
-            self._optimizer._warn_about_batch_norm()
-
-    def _collect(self, clear: bool, required: bool, failed: str = "") -> Piece:
-        piece, came_back = self._engine.collect(clear, self.held)
-        if piece is None:
-            self._give_up(
-                "its parameters changed",
-                "the parameters changed in an open window (replaced, added, frozen or unfrozen, resized, or moved to "
-                "another device). Change parameters between windows.",
-            )
-        if came_back >= 0:
-            self._give_up(
-                "a held gradient's memory was used again",
-                f"the gradient of parameter {came_back} lies where one lies that the window still holds: somebody "
-                "reuses gradient memory behind torch's back, and the held values are lost. Use defer=1.",
-            )
-        if required and piece.present == 0:
-            why = failed or "no active parameter's .grad is set"
-            raise WindowError(
-                f"{self._where}: micro-batch {self.micro_batches} has no gradient: {why}. Call backward first; nothing "
-                "was counted."
-            )
-        return piece
-
-    def _give_up(self, why: str, message: str) -> NoReturn:
-        self.discard(why)
-        self._optimizer._clear_grads()
-        raise WindowError(f"{self._where}: {message} The window is discarded and .grad cleared.")
-
-    @staticmethod
-    def factor(reduction: str, weight: Scalar) -> Scalar:
-        """What multiplies the gradient: the weight of a mean, 1 for a sum; a weight of 0 selects 0 for both."""
-        if reduction == "mean":
-            return weight
-        if isinstance(weight, torch.Tensor):
-            return (weight != 0).to(torch.float64)
-        return float(weight != 0)
-
-    def record(self, declared: Declared, weight: Scalar) -> None:
-        """Enter one checked micro-batch in the ledger; tensors are copied, the caller may reuse them."""
-        loss = self._snapshot(declared.loss)
-        samples, tokens = self._snapshot(declared.samples), self._snapshot(declared.tokens)
-        self._unweighted = declared.weight is None
-        self.weights.append(weight)
-        if loss is not None:
-            self._losses.append(LossRecord(loss, weight, declared.reduction))
-        if samples is not None:
-            self._samples.append(samples)
-        if tokens is not None:
-            self._tokens.append(tokens)
-
-    def _snapshot(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        known = self._engine.host_value(value)
-        return value.detach().to(torch.float64, copy=True).reshape(()) if known is None else known
-
-    def _flush_pending(self) -> None:
-        if self.held:
-            with torch.no_grad():
-                self._engine.flush(self.held, self._factors, overwrite=not self._stored)
-            self._stored = True
-            self.held, self._factors = [], []
-
-    # -- end -----------------------------------------------------------------------------------------------------
-
-    def _require_open(self, what: str) -> None:
-        if self.status == "new":
-            raise WindowError(
-                f"{self._where}: its with block has not been entered. Write 'with opt.window() as window:'."
-            )
-        if self.status != "open":
-            because = f" ({self._why})" if self._why else ""
-            raise WindowError(
-                f"{self._where}: the window cannot be {what}, it is {self.status}{because}; nothing was applied. "
-                "Open a new one."
-            )
-
-    def discard(self, why: str = "") -> None:
-        """Drop everything taken so far. Nothing moves; the next window starts from zero."""
-        if self.status == "open":
-            self.status, self._why = "discarded", why
-        self.held, self._factors, self._stored = [], [], False
-
-    def close(self) -> tuple[Cells, StepResult]:
-        """Measure and clip what was taken; the optimizer then updates from ``update_arguments``."""
-        self._require_open("committed")
-        engine = self._engine
-        publish = engine.rule is None
-        cells = engine.measure(self.held, self._factors, self._stored, store=publish)
-        if self._optimizer.options.on_nonfinite == "raise" and float(cells.found_inf) != 0.0:
-            self._raise_nonfinite()
-        if publish:
-            self._stored, self.held, self._factors = True, [], []
-        engine.clip(cells, self.weights)
-        self._warn()
-        result = StepResult(
-            cells.total_norm, cells.clip_coef, cells.found_inf, cells.multiplier, cells.weight_sum,
-            engine.learning_rates(), self.micro_batches, self._complete(self._samples), self._complete(self._tokens),
-            self._losses, self._optimizer.options.host_scale,
-        )  # fmt: skip
-        self.status = "committed"
-        return cells, result
-
-    def _complete(self, values: list[Scalar]) -> Scalar | None:
-        return total(values) if len(values) == self.micro_batches else None
-
-    @property
-    def update_arguments(self) -> tuple[list[Piece], list[Scalar], bool]:
-        """Pieces that are not in the main grads, their factors, and whether the main grads hold the others."""
-        return self.held, self._factors, self._stored
-
-    def _warn(self) -> None:
-        if all(isinstance(weight, float) and weight == 0.0 for weight in self.weights):
-            warnings.warn(
-                f"{self._where}: the window's total weight is 0, so it has no gradient; no step was made.", stacklevel=4
-            )
-        for group, (before, now) in enumerate(zip(self._rates, self._engine.learning_rates(), strict=False)):
-            if isinstance(before, float) and isinstance(now, float) and before != now:
-                warnings.warn(
-                    f"{self._where}: the lr of group {group} changed from {before:g} to {now:g} in an open window; the "
-                    "step uses the last one. Let opt.attach(scheduler=...) advance it once per applied step.",
-                    stacklevel=4,
-                )
-
-    def _raise_nonfinite(self) -> None:
-        bad = self._engine.nonfinite_params(self.held, self._factors, self._stored)
-        self.discard("a gradient was not finite")
-        names = ", ".join(map(str, bad[:8])) + (" ..." if len(bad) > 8 else "")
-        raise NonFiniteError(
-            f"{self._where}: the window's gradient is not finite in {len(bad)} parameter(s): {names}. Nothing was "
-            "changed; on_nonfinite='skip' skips such a step instead."
-        )
+        self._require_open("used")
+        if self._plan is None:
+            raise ValueError("window.run: the window has no plan. Open it with opt.window(gf.plan_batch(...)).")
+        return Attempts(self, self._plan, fn, split_on_oom, loss_scale).run(piece)

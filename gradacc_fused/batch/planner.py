@@ -6,10 +6,12 @@ import bisect
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .plan import Piece, Plan, counted, totals_of
 
 LAYOUTS = ("padded", "packed")
 STRATEGIES = ("in_order", "balanced")
@@ -52,132 +54,35 @@ class Limits:
         return few and (self.max_tokens is None or self.tokens(count, longest, total) <= self.max_tokens)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One micro-batch of a plan.
-
-    Attributes:
-        index: Its position in ``Plan.pieces``.
-        rank: The process that runs it.
-        samples: Positions in the logical batch, in the order they are laid out.
-        shape: (rows, tokens of a row) as the tensors should be, padding included; packed: one row.
-        counts: What it contributes to each denominator.
-        padding: It repeats samples so that every rank has as many pieces: all its counts are 0, and what it puts out is
-            dropped.
-    """
-
-    index: int
-    rank: int
-    samples: tuple[int, ...]
-    shape: tuple[int, int]
-    counts: Mapping[str, float]
-    padding: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Pieces that hold every sample of a logical batch exactly once.
-
-    Attributes:
-        pieces: All ranks', in the order they run: piece i runs on rank i % world_size.
-        totals: The logical batch's denominators, over all ranks: ``total_samples``, and ``total_<name>`` of each count.
-        world_size: Ranks, each with as many pieces.
-    """
-
-    pieces: tuple[Piece, ...]
-    totals: Mapping[str, float]
-    world_size: int
-    lengths: tuple[int, ...] = field(repr=False)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Positions in the logical batch, in the order the pieces run them."""
-        return tuple(sample for piece in self.pieces if not piece.padding for sample in piece.samples)
-
-    @property
-    def inverse(self) -> tuple[int, ...]:
-        """Where in ``order`` each sample of the logical batch is."""
-        places = [0] * len(self.lengths)
-        for place, sample in enumerate(self.order):
-            places[sample] = place
-        return tuple(places)
-
-    @property
-    def shapes(self) -> frozenset[tuple[int, int]]:
-        """The distinct shapes of its pieces."""
-        return frozenset(piece.shape for piece in self.pieces)
-
-    def of_rank(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that a rank runs, in order."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"Plan.of_rank: rank must be from 0 to {self.world_size - 1}, got {rank}.")
-        return self.pieces[rank :: self.world_size]
-
-    def restore(self, outputs: Sequence[Any], rank: int | None = None) -> Any:
-        """Per-sample results in the original order.
-
-        Args:
-            outputs: One per piece of the plan (of ``of_rank(rank)``): a tensor whose first dimension, or a sequence
-                whose items, are its samples' results; further rows, of a padded shape, are dropped. What belongs to a
-                padding piece is not looked at.
-            rank: Whose pieces these are; None: all.
-
-        Returns:
-            A tensor, where every sample's result is one of the same shape; else a list, with None for samples of other
-            ranks.
-
-        Raises:
-            ValueError: Another number of outputs than pieces, or too few results in one.
-        """
-        pieces = self.pieces if rank is None else self.of_rank(rank)
-        if len(outputs) != len(pieces):
-            raise ValueError(
-                f"Plan.restore: outputs must have one entry per piece ({len(pieces)}), got {len(outputs)}."
-            )
-        results: list[Any] = [None] * len(self.lengths)
-        for number, (piece, output) in enumerate(zip(pieces, outputs, strict=True)):
-            if piece.padding:
-                continue
-            if len(output) < len(piece.samples):
-                raise ValueError(
-                    f"Plan.restore: outputs[{number}] must have a result for each of the piece's {len(piece.samples)} "
-                    f"samples, got {len(output)}."
-                )
-            for row, sample in enumerate(piece.samples):
-                results[sample] = output[row]
-        shapes = {result.shape if isinstance(result, torch.Tensor) else None for result in results}
-        return torch.stack(results) if len(shapes) == 1 and None not in shapes else results
-
-
 # -- lengths and counts --------------------------------------------------------------------------------------------
 
 
-def _lengths_of(samples: Any) -> list[int]:
+def _lengths_of(samples: Any, argument: str = "plan_batch: samples") -> list[int]:
     """Of each sample: the number itself, or how many items it has."""
     if isinstance(samples, torch.Tensor) and samples.dim() == 1 and not samples.is_floating_point():
-        return [int(length) for length in samples.tolist()]
+        samples = samples.tolist()
     lengths = []
     for index, sample in enumerate(samples):
         length = sample if isinstance(sample, int) else len(sample)
         if length < 0:
-            raise ValueError(f"plan_batch: samples[{index}] must have a length of 0 or more, got {length}.")
+            raise ValueError(f"{argument}[{index}] must have a length of 0 or more, got {length}.")
         lengths.append(length)
     return lengths
 
 
-def _check_counts(counts: Mapping[str, Sequence[float]], size: int) -> dict[str, list[float]]:
+def _check_counts(
+    counts: Mapping[str, Sequence[float]], size: int, where: str = "plan_batch"
+) -> dict[str, list[float]]:
     found = {}
     for name, values in counts.items():
         if name == "samples":
-            raise ValueError("plan_batch: counts['samples'] is there already: every sample counts 1.")
+            raise ValueError(f"{where}: counts['samples'] is there already: every sample counts 1.")
         values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
         if len(values) != size:
-            raise ValueError(
-                f"plan_batch: counts[{name!r}] must have one value per sample ({size}), got {len(values)}."
-            )
+            raise ValueError(f"{where}: counts[{name!r}] must have one value per sample ({size}), got {len(values)}.")
         for index, value in enumerate(values):
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"plan_batch: counts[{name!r}][{index}] must be 0 or more and finite, got {value}.")
+                raise ValueError(f"{where}: counts[{name!r}][{index}] must be 0 or more and finite, got {value}.")
         found[name] = values
     return found
 
@@ -361,18 +266,52 @@ def plan_batch(
     for index, group in enumerate(groups):
         held = [lengths[sample] for sample in group]
         shape = shapes.of(len(group), max(held), sum(held), len(lengths))
-        found = {"samples": float(len(group))}
-        found |= {name: float(sum(values[sample] for sample in group)) for name, values in per_sample.items()}
-        pieces.append(Piece(index, index % world_size, tuple(group), shape, found))
+        pieces.append(Piece(index, index % world_size, tuple(group), shape, counted(per_sample, group)))
     cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1])
     while len(pieces) % world_size:
-        nothing = dict.fromkeys(cheapest.counts, 0.0)
+        nothing = counted(per_sample, cheapest.samples, padding=True)
         pieces.append(
             Piece(len(pieces), len(pieces) % world_size, cheapest.samples, cheapest.shape, nothing, padding=True)
         )
-    totals = {"total_samples": float(len(lengths))}
-    totals |= {f"total_{name}": float(math.fsum(values)) for name, values in per_sample.items()}
-    return Plan(tuple(pieces), totals, world_size, tuple(lengths))
+    packed = limits.layout == "packed"
+    return Plan(
+        tuple(pieces), totals_of(per_sample, len(lengths)), world_size, tuple(lengths), per_sample, packed
+    )  # fmt: skip
+
+
+def plan_pieces(
+    sizes: Sequence[int],
+    *,
+    counts: Mapping[str, Sequence[float]] | None = None,
+    lengths: Any = None,
+) -> Plan:
+    """The plan of a logical batch that somebody else has cut already: a loader's micro-batches, taken in turn.
+
+    Args:
+        sizes: Samples of each piece.
+        counts: As for ``plan_batch``: one value per sample of the whole logical batch, in the order of the pieces.
+        lengths: Tokens of each sample, for the pieces' shapes; None: 0.
+
+    Raises:
+        ValueError: A size is below 1, or there is another number of counts or lengths than samples.
+    """
+    if not len(sizes):
+        raise ValueError("plan_pieces: sizes must have at least one piece, got none.")
+    for index, size in enumerate(sizes):
+        if size < 1:
+            raise ValueError(f"plan_pieces: sizes[{index}] must be at least 1 sample, got {size}.")
+    total = sum(sizes)
+    tokens = [0] * total if lengths is None else _lengths_of(lengths, "plan_pieces: lengths")
+    if len(tokens) != total:
+        raise ValueError(f"plan_pieces: lengths must have one value per sample ({total}), got {len(tokens)}.")
+    per_sample = _check_counts(counts or {}, total, "plan_pieces")
+    pieces, start = [], 0
+    for index, size in enumerate(sizes):
+        group = tuple(range(start, start + size))
+        shape = (size, max(tokens[start : start + size]))
+        pieces.append(Piece(index, 0, group, shape, counted(per_sample, group)))
+        start += size
+    return Plan(tuple(pieces), totals_of(per_sample, total), 1, tuple(tokens), per_sample)
 
 
 def _cost(group: Sequence[int], lengths: Sequence[int], limits: Limits) -> int:
