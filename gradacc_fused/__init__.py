@@ -26,12 +26,14 @@ from .backends import cuda as _cuda  # noqa: F401
 from .backends import reference as _reference  # noqa: F401  registers the ops for every device
 from .backends.registry import BackendStatus, backends
 from .batch.denominators import Term
+from .batch.memory import MicroBatch, find_micro_batch
 from .batch.plan import Plan
 from .batch.planner import Limits, plan_batch, plan_pieces
 from .batch_norm import convert_batch_norm
 from .capture import GuardedGraph
 from .clip import clip_, norm_
 from .errors import BackendUnavailableError, DenominatorError, NonFiniteError, WindowError
+from .explain import explain
 from .layout import n_partials
 from .lion import Lion
 from .optimizer import GradAccumOptimizer
@@ -50,6 +52,7 @@ __all__ = [
     "GuardedGraph",
     "Limits",
     "Lion",
+    "MicroBatch",
     "NonFiniteError",
     "PieceOutput",
     "Plan",
@@ -61,6 +64,8 @@ __all__ = [
     "backends",
     "clip_",
     "convert_batch_norm",
+    "explain",
+    "find_micro_batch",
     "hyper_rows",
     "n_partials",
     "norm_",

@@ -146,6 +146,11 @@ class Engine:
         """Keep the peaks of the memory report."""
         self._deferral.note(held, self.layout, self._main_grads is not None)
 
+    def bytes_to_come(self) -> int:
+        """What windows will take beside one micro-batch's gradients and has not been allocated yet."""
+        main_grads = self.layout.main_grad_bytes if self._main_grads is None else 0
+        return main_grads + self._deferral.most(self.layout)
+
     def memory_report(self, held: Sequence[Piece]) -> MemoryReport:
         main_params, state = memory.state_bytes(self._state)
         return MemoryReport(

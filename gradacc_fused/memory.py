@@ -36,6 +36,12 @@ class Deferral:
         """Bytes that "auto" may add to what ``defer=1`` takes."""
         return layout.main_grad_bytes if self._defer_bytes is None else self._defer_bytes
 
+    def most(self, layout: Layout) -> int:
+        """Bytes of gradients that a window may hold beside one micro-batch's and the main grads."""
+        if self._defer == "auto":
+            return self.budget(layout)
+        return (int(self._defer) - 1) * sum(param.nbytes for param in layout.params)
+
     def micro_batches(self, layout: Layout, piece_bytes: int, expected: int | None, stored: bool) -> int:
         """How many micro-batches of ``piece_bytes`` a window holds before it adds them to the main grads.
 

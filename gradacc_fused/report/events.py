@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from torch.autograd import profiler
+from torch.autograd import DeviceType, profiler
 from torch.profiler import record_function
 
 PREFIX = "gradacc_fused report: "
@@ -42,10 +43,8 @@ def count(run: Callable[[], object]) -> dict[str, Events]:
 
     Events count in every section whose time they fall in, of whatever thread.
     """
-    with _without_notes(), profiler.profile(profile_memory=True) as profiled:
-        run()
+    profiled = _profiled(run)
     results, functions = profiled.kineto_results, profiled.function_events
-    assert results is not None and functions is not None
     # Operators as the profiler reports them, where an operator that only calls itself again is one; memory events are
     # kept among the raw ones alone.
     operators = [(event.name, event.time_range.start, event.time_range.end) for event in functions]
@@ -56,6 +55,24 @@ def count(run: Callable[[], object]) -> dict[str, Events]:
     counted = _by_section(operators, lambda name: "::" in name)
     allocated = _by_section(memory, lambda name: name == MEMORY)
     return {name: Events(counted[name], allocated[name]) for name in counted}
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes of host memory that tensors made within ``run`` took at once, whichever thread made them."""
+    events = [event for event in _profiled(run).kineto_results.events() if event.name() == MEMORY]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type() == DeviceType.CPU:
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def _profiled(run: Callable[[], object]) -> Any:
+    with _without_notes(), profiler.profile(profile_memory=True) as profiled:
+        run()
+    assert profiled.kineto_results is not None and profiled.function_events is not None
+    return profiled
 
 
 @contextmanager
