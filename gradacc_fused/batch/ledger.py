@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from ..results import Scalar
-from .plan import Piece, Plan
+from .plan import Piece, Plan, counted
 
 COUNT_TOLERANCE = 1e-6  # relative: fractional counts summed in another order
 
@@ -23,7 +23,7 @@ class Ledger:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._pieces = plan.of_rank(rank)
-        self._counted = frozenset(("samples", *plan.counts))
+        self._counts = plan.counts
         self._number = 0  # of the piece that is expected
         self._samples = 0  # of it that have run, where it came in parts
         self._on_device: list[tuple[str, str, torch.Tensor, float]] = []
@@ -51,7 +51,10 @@ class Ledger:
         expected = self._pieces[self._number]
         following = expected.samples[self._samples : self._samples + len(piece.samples)]
         if piece.index == expected.index and piece.rank == expected.rank and piece.samples == following:
-            return ""
+            planned = expected.counts
+            if piece.samples != expected.samples:
+                planned = counted(self._counts, piece.samples, expected.padding)
+            return "" if piece.counts == planned else f"{name} counts otherwise than the plan: it is of another one"
         if any(piece.index == planned.index for planned in self._pieces[: self._number]):
             return f"{name} came twice"
         rest = f" (its samples from {expected.samples[self._samples]} on)" if self._samples else ""
@@ -60,7 +63,7 @@ class Ledger:
     def broken_promise(self, piece: Piece, counts: Mapping[str, Scalar]) -> str:
         """Why counts that were seen are not the planned ones; those on a device wait for ``late_broken_promise``."""
         for name, seen in counts.items():
-            if name not in self._counted:
+            if name not in piece.counts:
                 return f"{self.describe(piece)} counts {name!r}, which the plan does not"
             promised = piece.counts[name]
             if isinstance(seen, torch.Tensor) and seen.device.type != "cpu":
