@@ -40,6 +40,7 @@ from .optimizer import GradAccumOptimizer
 from .results import StepResult
 from .rules import hyper_rows
 from .update import update_
+from .verify import SplitCheck, check_split
 from .window import Window
 
 __version__ = "0.1.0"
@@ -56,12 +57,14 @@ __all__ = [
     "NonFiniteError",
     "PieceOutput",
     "Plan",
+    "SplitCheck",
     "StepResult",
     "Term",
     "Window",
     "WindowError",
     "accumulate_",
     "backends",
+    "check_split",
     "clip_",
     "convert_batch_norm",
     "explain",

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import open_window
 from .layout import math_dtype
+from .modes import Counting
 from .rules import MAIN_PARAM, SGD, Rule
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ def state_dict(optimizer: GradAccumOptimizer, pack: Callable[[], dict[str, Any]]
             if main_param is not None:
                 state[index] = {**state.get(index, {}), MAIN_PARAM: main_param.detach()}
     packed["state"] = state
+    window = optimizer._mode.saved_window("state_dict")
+    if window is not None:
+        open_window.save(window, packed)
     return packed
 
 
@@ -110,6 +115,9 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     inner, engine = optimizer.inner, optimizer._engine
+    state_dict, scalars, sums = open_window.split(state_dict)
+    if scalars is not None:
+        optimizer._mode.check_restored_window(len(scalars["weights"]))
     saved_groups = state_dict["param_groups"]
     _check_groups(inner.param_groups, saved_groups)
     engine.prepare()
@@ -128,6 +136,8 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
     for index, param in param_of.items():
         if param in main_params:
             _check_shape(index, param, MAIN_PARAM, main_params[param])
+        if index in sums:
+            _check_shape(index, param, open_window.SUM, sums[index])
     if engine.rule is None:
         bare = {
             index: {key: value for key, value in entry.items() if key != MAIN_PARAM} if index in param_of else entry
@@ -152,6 +162,10 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
         inner.__setstate__({"state": _default_dict(state), "param_groups": groups})
         engine.forget_state()
         engine.choose_rule()
+    if scalars is not None:
+        assert isinstance(optimizer._mode, Counting)  # as check_restored_window requires
+        sum_of = {param_of[index]: value for index, value in sums.items()}
+        open_window.restore(optimizer._mode.new_window(), engine, scalars, sum_of.get)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

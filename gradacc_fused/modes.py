@@ -98,6 +98,15 @@ class Boundary:
     def discard(self, why: str) -> None:
         self.forget_untaken()
 
+    def saved_window(self, where: str) -> None:
+        """No window of ours is open: what was summed is the host's own ``.grad``."""
+
+    def check_restored_window(self, micro_batches: int) -> None:
+        raise ValueError(
+            f"load_state_dict: the state dict holds an open window of {micro_batches} micro-batch(es), and this "
+            "optimizer does not count. Build it with the accumulation_steps it was saved with. Nothing was loaded."
+        )
+
 
 class Counting:
     """Every k-th ``step()`` is the real one; each takes the gradients of one micro-batch."""
@@ -122,8 +131,31 @@ class Counting:
 
     def _open_window(self) -> MicroBatches:
         if self._window is None or self._window.status != "open" or self._window.micro_batches == 0:
-            self._window = MicroBatches(self._optimizer, "step", status="open", closes_after=self._steps)
+            return self.new_window()
         return self._window
+
+    def new_window(self) -> MicroBatches:
+        """An open window without micro-batches, which the next ones join."""
+        self._window = MicroBatches(self._optimizer, "step", status="open", closes_after=self._steps)
+        return self._window
+
+    def saved_window(self, where: str) -> MicroBatches | None:
+        """The window that a state dict takes along; None where nothing was taken yet."""
+        if self._declared is not None:
+            raise WindowError(
+                f"{where}: micro-batch {self.micro_batches} was not taken by step() yet. Call step() first, or "
+                "zero_grad() to drop it."
+            )
+        return self._window if self.micro_batches else None
+
+    def check_restored_window(self, micro_batches: int) -> None:
+        """Whether a window of so many micro-batches can go on here."""
+        if micro_batches >= self._steps:
+            raise ValueError(
+                f"load_state_dict: the state dict holds an open window of {micro_batches} micro-batches, and "
+                f"accumulation_steps is {self._steps}. Build the optimizer with what it was saved with. Nothing was "
+                "loaded."
+            )
 
     def _check(self, window: MicroBatches, declared: Declared) -> tuple[Declared, Scalar]:
         """What was declared, with the weight that ``weighting`` gives it."""

@@ -147,8 +147,15 @@ class GradAccumOptimizer(Wrapper):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, exchangeable with plain torch for fp32 parameters; see checkpoint.py."""
-        self._require_no_window("state_dict")
+        """The inner optimizer's state dict, exchangeable with plain torch for fp32 parameters; see checkpoint.py.
+
+        An open window of counting mode is saved with it, and goes on where it is loaded.
+
+        Raises:
+            WindowError: In the ``with`` block of a window, or between ``opt.backward()`` and its ``step()``.
+        """
+        if self._open is not None:
+            self._require_no_window("state_dict")
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from models import scalar
+from models import Scalar, scalar
 
 import gradacc_fused as gf
 
@@ -154,6 +154,90 @@ def test_a_single_micro_batch_needs_no_weight(backend):
     with opt.window() as window:
         window.backward(model.loss_mean(A + B))
     assert model.value == -2.0
+
+
+def test_N7_a_plan_and_a_loss_that_nobody_declared(backend):
+    model, opt = scalar(backend)
+    planned = gf.plan_pieces([3, 1], counts={"active_tokens": [1, 1, 1, 1]})
+    with pytest.raises(gf.DenominatorError, match="(?s)nobody said what divides 'loss'.*'active_tokens'.*a pure sum"):  # noqa: SIM117
+        with opt.window(planned) as window:
+            window.backward(model.loss_sum(A), piece=planned.pieces[0])
+    assert model.value == 0.0
+
+
+def test_N5_an_auxiliary_loss_per_window_or_per_token(backend):
+    """Coefficient 0.1, values 2 and 4: their mean 0.3; weighted by tokens (3, 1) 0.25. Beside a cross entropy of 2."""
+    planned = gf.plan_pieces([3, 1], counts={"active_tokens": [1, 1, 1, 1]})
+    for auxiliary, expected in (
+        (gf.Term("micro_batches", 0.1), 0.3),
+        (gf.Term("active_tokens", 0.1, reduction="mean"), 0.25),
+    ):
+        model, opt = scalar(backend)
+        with opt.window(planned, terms={"ce": "active_tokens", "aux": auxiliary}) as window:
+            for piece, tokens, value in zip(planned.pieces, (A, B), (2.0, 4.0), strict=True):
+                window.backward({"ce": model.loss_sum(tokens), "aux": model.p.sum() * value}, piece=piece)
+        assert model.value == pytest.approx(-(2.0 + expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1]])
+def test_N6_per_token_or_per_sequence_and_never_by_the_split(backend, sizes):
+    """Sequences of 1 and 3 tokens with token gradients [4] and [0, 0, 0]: 4/4 per token, (4 + 0)/2 per sequence."""
+    sequences = [[4.0], [0.0, 0.0, 0.0]]
+    planned = gf.plan_pieces(sizes, counts={"active_tokens": [1, 3]})
+    for denominator, expected in (("active_tokens", 1.0), ("samples", 2.0)):
+        model, opt = scalar(backend)
+        with opt.window(planned, terms=denominator) as window:
+            for piece in planned.pieces:
+                mine = [sequences[sample] for sample in piece.samples]
+                of_sequence = model.loss_sum if denominator == "active_tokens" else model.loss_mean
+                window.backward(sum(of_sequence(tokens) for tokens in mine), piece=piece)
+        assert model.value == -expected
+
+
+@pytest.mark.parametrize(("sizes", "ratio"), [([2, 2], 2.0), ([1, 1, 1, 1], 4.0)])
+def test_N10_a_model_that_ignores_the_token_count(sizes, ratio):
+    """It takes the count of the logical batch and returns its own piece's mean: k times too large."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    class Model(Scalar):
+        def forward(self, piece, token_count):
+            return self.loss_mean(x[list(piece.samples)])  # should be the sum over token_count
+
+    model = Model()
+    planned = gf.plan_pieces(sizes, counts={"active_tokens": [1] * 4})
+    count = planned.totals["total_active_tokens"]
+    report = gf.check_split(lambda piece: model(piece, count), planned, model, terms=gf.Term(None))
+    assert report.ratio == ratio and not report.equal and report.first == "p"
+    assert "the number of pieces: each piece's loss is divided by its own count" in str(report)
+    right = gf.check_split(lambda piece: model.loss_sum(x[list(piece.samples)]), planned, model, terms="active_tokens")
+    assert right.equal and right.ratio == 1.0 and right.loss_whole == right.loss_split
+    assert "the split does not matter" in str(right)
+    twice = gf.check_split(
+        lambda piece: model.loss_sum(x[list(piece.samples)]) / (1 if len(piece.samples) == 4 else len(sizes)),
+        planned, model, terms="samples",
+    )  # fmt: skip
+    assert twice.ratio == 1 / ratio and "divides by it once more" in str(twice)
+    assert model.p.grad is None
+
+
+def test_N12_tokens_of_the_mask_or_of_an_advantage_are_an_explicit_choice(backend):
+    """Three tokens in the mask, of which one has an advantage of exactly 0; a quadratic term lives on the mask."""
+    advantages, mask = [[2.0, 0.0], [4.0, 9.0]], [[1, 1], [1, 0]]
+    with_advantage = [
+        sum(m and a != 0 for m, a in zip(*rows, strict=True)) for rows in zip(mask, advantages, strict=True)
+    ]
+    counts = {"active_tokens": [sum(row) for row in mask], "advantage_tokens": with_advantage}
+    planned = gf.plan_pieces([1, 1], counts=counts)
+    assert planned.totals == {"total_samples": 2.0, "total_active_tokens": 3.0, "total_advantage_tokens": 2.0}
+    for denominator, expected in (("active_tokens", 6.0 / 3), ("advantage_tokens", 6.0 / 2)):
+        model, opt = scalar(backend)
+        with opt.window(planned, terms={"policy": denominator, "quadratic": "active_tokens"}) as window:
+            for piece in planned.pieces:
+                (sample,) = piece.samples
+                masked = [a * m for a, m in zip(advantages[sample], mask[sample], strict=True)]
+                quadratic = model.p.sum() * 0.5 * sum(mask[sample])
+                window.backward({"policy": model.loss_sum(masked), "quadratic": quadratic}, piece=piece)
+        assert model.value == pytest.approx(-(expected + 0.5), rel=1e-6)
 
 
 @pytest.mark.parametrize("k", [2, 4])

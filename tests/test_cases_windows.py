@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import assert_unmoved, batch, errors, mlp, scalar, snapshot
+from models import assert_unmoved, batch, errors, mlp, scalar, snapshot, window_step
 
 import gradacc_fused as gf
 
@@ -73,6 +73,90 @@ def test_W4_a_gradient_of_somebody_elses_in_a_window_is_refused(backend):
     with opt.window() as window:
         window.backward(model.loss_mean([1.0]), weight=1)
     assert model.value == -1.0
+
+
+class AdamWs:
+    """A model in counting mode, driven micro-batch by micro-batch."""
+
+    def __init__(self, backend, inner=torch.optim.AdamW, dtype=torch.float32, seed=0, **options) -> None:
+        self.model = mlp(seed, dtype)
+        options = {"accumulation_steps": 4, "weighting": "given", "max_grad_norm": 0.5, **options}
+        self.opt = gf.GradAccumOptimizer(inner(self.model.parameters(), lr=0.05), backend=backend, **options)
+
+    def micro_batch(self, number, device_weight=False):
+        x, y = batch(number, dtype=next(self.model.parameters()).dtype)
+        size = 2 + number % 3
+        loss = errors(self.model, x[:size], y[:size]).mean()
+        loss.backward()
+        self.opt.step(weight=torch.tensor(float(size)) if device_weight else size, loss=loss, samples=size)
+
+    def everything(self):
+        result = self.opt.last_result
+        return [*snapshot(self.opt), result.loss_mean, result.loss_sum, result.total_norm, torch.tensor(result.samples)]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3])
+@pytest.mark.parametrize(
+    "inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ids=lambda inner: inner.__name__
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("defer", [1, "auto"])
+def test_W5_an_open_window_is_saved_and_resumed_bit_for_bit(backend, tmp_path, inner, dtype, defer, taken):
+    """Saved after some of four pieces, loaded elsewhere, the rest runs there: as if nothing had been interrupted."""
+    whole = AdamWs(backend, inner, dtype)
+    for number in range(12):
+        whole.micro_batch(number, device_weight=number == 5)
+    first = AdamWs(backend, inner, dtype, defer=defer)
+    for number in range(4 + taken):
+        first.micro_batch(number, device_weight=number == 5)
+    torch.save({"model": first.model.state_dict(), "opt": first.opt.state_dict()}, tmp_path / "checkpoint.pt")
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    second = AdamWs(backend, inner, dtype, seed=9)
+    second.model.load_state_dict(saved["model"])
+    second.opt.load_state_dict(saved["opt"])
+    for resumed in (first, second):  # saving has changed nothing
+        for number in range(4 + taken, 12):
+            resumed.micro_batch(number, device_weight=number == 5)
+        assert_unmoved(whole.everything(), resumed.everything())
+        assert "window" not in resumed.opt.state_dict()["param_groups"][0]
+
+
+def test_W5_a_parameter_without_a_gradient_so_far_is_none_when_resumed(backend):
+    """P1 and W5: the unused one does not decay."""
+    made = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(2)], lr=0.1) for _ in range(2)]
+    one, two = (gf.GradAccumOptimizer(o, accumulation_steps=2, weighting="equal", backend=backend) for o in made)
+    one.param_groups[0]["params"][0].sum().backward()
+    one.step()
+    two.load_state_dict(one.state_dict())
+    two.param_groups[0]["params"][0].sum().backward()
+    two.step()
+    used, unused = two.param_groups[0]["params"]
+    assert torch.equal(unused, torch.ones(2)) and not torch.equal(used, torch.ones(2))
+
+
+def test_W5_what_cannot_go_on_is_refused(backend):
+    trained = AdamWs(backend)
+    for number in range(3):
+        trained.micro_batch(number)
+    saved = trained.opt.state_dict()
+    model = mlp()
+    boundary = gf.GradAccumOptimizer(torch.optim.AdamW(model.parameters()), backend=backend)
+    with pytest.raises(ValueError, match=r"holds an open window of 3 micro-batch.*does not count.*accumulation_steps"):
+        boundary.load_state_dict(saved)
+    with pytest.raises(ValueError, match="open window of 3 micro-batches, and accumulation_steps is 2"):
+        AdamWs(backend, accumulation_steps=2).opt.load_state_dict(saved)
+    wrong = {**saved, "state": {**saved["state"], 0: {**saved["state"][0], "window_sum": torch.zeros(3)}}}
+    other = AdamWs(backend)
+    with pytest.raises(ValueError, match=r"state\[0\]\['window_sum'\] must have shape"):
+        other.opt.load_state_dict(wrong)
+    assert other.opt.flush() is None
+    torch.optim.AdamW(mlp().parameters()).load_state_dict(saved)  # plain torch uses neither sums nor scalars
+    trained.opt.backward(errors(trained.model, *batch(3)).mean(), weight=12)
+    with pytest.raises(gf.WindowError, match=r"state_dict: micro-batch 3 was not taken by step\(\) yet"):
+        trained.opt.state_dict()
+    with pytest.raises(gf.WindowError, match="state_dict: a window with 1"), boundary.window() as window:
+        window.backward(errors(model, *batch(0)).mean())
+        boundary.state_dict()
 
 
 @pytest.mark.parametrize("position", range(4))
@@ -352,3 +436,37 @@ def test_a_gradient_that_python_looked_at_is_held_unless_python_keeps_it(kept):
             del seen
         opt.step()
     assert (opt._engine._main_grads is not None) == kept
+
+
+def test_W9_calls_and_a_zero_weight_call_make_the_same_gradient(backend):
+    """One call, two calls, two and a third of weight 0: nothing is erased."""
+    changes = []
+    for calls in ([(0, 12)], [(0, 5), (5, 12)], [(0, 5), (5, 12), (0, 0)]):
+        model = mlp()
+        opt = gf.GradAccumOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backend=backend)
+        window_step(opt, model, 0, splits=calls)
+        changes.append([a.detach() - b.detach() for a, b in zip(model.parameters(), mlp().parameters(), strict=True)])
+    once, twice, third = changes
+    for a, b, c in zip(once, twice, third, strict=True):
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_W10_one_piece_of_eight_against_two_of_four(backend):
+    """Within 1e-6 of each other (another order of sums), and the same bits when run again."""
+    found = []
+    for pieces in (1, 1, 2, 2):
+        model = mlp()
+        opt = gf.GradAccumOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backend=backend)
+        planned = gf.plan_batch([1] * 8, limits=gf.Limits(max_samples=8 // pieces))
+        x, y = batch(1, 8)
+        with opt.window(planned, terms="samples") as window:
+            for piece in planned.pieces:
+                rows = list(piece.samples)
+                window.backward(errors(model, x[rows], y[rows]).sum(), piece=piece)
+        found.append([a.detach() - b.detach() for a, b in zip(model.parameters(), mlp().parameters(), strict=True)])
+    assert_unmoved(found[0], found[1])
+    assert_unmoved(found[2], found[3])
+    gap = sum(float((a - b).double().square().sum()) for a, b in zip(found[0], found[2], strict=True))
+    norm = sum(float(a.double().square().sum()) for a in found[0])
+    assert gap**0.5 < 1e-6 * norm**0.5
