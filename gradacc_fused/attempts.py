@@ -101,12 +101,12 @@ class Attempts:
         try:
             if window.ledger is not None:
                 window.refuse(window.ledger.unexpected(part))
+            window.make_room()  # before the forward needs it
             with torch.enable_grad():
                 made = self._fn(part)
             output = made if isinstance(made, PieceOutput) else PieceOutput(made)
             ready = window.prepare(output.loss, part, output.counts, Declared(loss_scale=self._loss_scale), None)
             results = None if output.outputs is None else _per_sample(part, output.outputs)
-            window.make_room()
             window.run_backward(ready.declared.loss, weight=ready.weight)
         except Exception as error:
             if not window._outlives(error):

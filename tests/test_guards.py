@@ -69,3 +69,52 @@ def test_B1_no_warning_where_there_is_no_cause(backend):
             for _ in range(2):
                 window.backward(loss_of(model, 0), weight=1)
     assert other.training
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_batch_norm_becomes_group_norm_and_splitting_no_longer_matters(groups):
+    model = Net()
+    before = dict(model.named_parameters())
+    x, y = batch(0)
+
+    def loss_sum(piece):
+        rows = list(piece.samples)
+        return errors(model, x[rows], y[rows]).sum()
+
+    planned = gf.plan_batch([1] * 12, limits=gf.Limits(max_samples=5))
+    assert not gf.check_split(loss_sum, planned, model, terms="samples").equal
+    assert gf.convert_batch_norm(model, num_groups=groups) is model
+    assert gf.check_split(loss_sum, planned, model, terms="samples").equal
+    assert dict(model.named_parameters()) == before  # an optimizer still has them
+    assert isinstance(model.features[1], nn.GroupNorm) and model.features[1].num_groups == (groups or 4)
+    assert model.plain_norm.weight is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = gf.GradAccumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with opt.window(planned, terms="samples") as window:
+            for piece in planned.pieces:
+                window.backward(loss_sum(piece), piece=piece)
+
+
+def test_conversions_by_hand_and_refusals():
+    x = torch.randn(5, 6, 3, 3)
+    norm = nn.BatchNorm2d(6, eps=0.1)
+    with torch.no_grad():
+        norm.weight.uniform_(), norm.bias.uniform_()
+    converted = gf.convert_batch_norm(norm, num_groups=3).double()
+    grouped = x.double().view(5, 3, 2 * 9)
+    mean, variance = grouped.mean(2, keepdim=True), grouped.var(2, correction=0, keepdim=True)
+    expected = ((grouped - mean) / (variance + 0.1).sqrt()).view(5, 6, 3, 3)
+    expected = expected * norm.weight.double().view(6, 1, 1) + norm.bias.double().view(6, 1, 1)
+    torch.testing.assert_close(converted(x.double()), expected)
+    shared = nn.BatchNorm1d(4)
+    twice = gf.convert_batch_norm(nn.ModuleDict({"a": shared, "b": shared}).eval())
+    assert twice["a"] is twice["b"] and not twice["a"].training
+    assert gf.convert_batch_norm(nn.BatchNorm1d(7)).num_groups == 1
+    assert isinstance(gf.convert_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), "sync")[0], nn.SyncBatchNorm)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(6))
+    with pytest.raises(ValueError, match="num_groups must divide the 6 channels of '1', got 4"):
+        gf.convert_batch_norm(model, num_groups=4)
+    assert isinstance(model[0], nn.BatchNorm1d)  # nothing was exchanged
+    with pytest.raises(ValueError, match="to must be 'group' or 'sync', got 'layer'"):
+        gf.convert_batch_norm(model, "layer")

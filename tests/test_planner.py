@@ -144,6 +144,55 @@ def test_samples_are_lengths_or_have_one():
         assert gf.plan_batch(samples, limits=gf.Limits(max_samples=1)).pieces == expected
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, limits=LIMITS, options=OPTIONS)
+def test_halves_hold_the_same_samples_and_counts(lengths, limits, options):
+    plan = gf.plan_batch(lengths, limits=limits, counts={"active_tokens": lengths}, **options)
+    for piece in plan.pieces:
+        if len(piece.samples) == 1:
+            with pytest.raises(ValueError, match=f"piece {piece.index} has one sample, which cannot be split"):
+                plan.split(piece)
+            continue
+        halves = plan.split(piece)
+        assert halves[0].samples + halves[1].samples == piece.samples
+        assert abs(len(halves[0].samples) - len(halves[1].samples)) <= 1
+        for half in halves:
+            held = [lengths[sample] for sample in half.samples]
+            assert half.shape == ((1, sum(held)) if limits.layout == "packed" else (len(held), max(held)))
+            assert (half.index, half.rank, half.padding) == (piece.index, piece.rank, piece.padding)
+        for name, count in piece.counts.items():
+            assert math.fsum(half.counts[name] for half in halves) == count
+
+
+def test_pieces_that_are_cut_already():
+    plan = gf.plan_pieces([2, 1], counts={"active_tokens": torch.tensor([3, 1, 5])}, lengths=[4, 6, 5])
+    assert [piece.samples for piece in plan.pieces] == [(0, 1), (2,)]
+    assert [piece.shape for piece in plan.pieces] == [(2, 6), (1, 5)]
+    assert [piece.counts["active_tokens"] for piece in plan.pieces] == [4, 5]
+    assert plan.totals == {"total_samples": 3.0, "total_active_tokens": 9.0}
+    assert plan.restore([[10, 11], [12]]) == [10, 11, 12]
+    assert gf.plan_pieces([1]).pieces[0].shape == (1, 0)
+
+
+def test_which_rank_this_is():
+    plan = gf.plan_batch([1, 1], limits=gf.Limits(max_samples=1), world_size=2)
+    assert (plan.this_rank(1), gf.plan_batch([1]).this_rank()) == (1, 0)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
+        plan.this_rank(2)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for world_size in (2, 3):
+        torch.distributed.init_process_group("fake", rank=1, world_size=world_size, store=FakeStore())
+        try:
+            if world_size == 2:
+                assert plan.this_rank() == 1
+            else:
+                with pytest.raises(ValueError, match="the pieces of 2 ranks, and there are 3"):
+                    plan.this_rank()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -166,6 +215,11 @@ def test_samples_are_lengths_or_have_one():
             lambda: gf.plan_batch([5, 99], limits=gf.Limits(max_sequence_length=60)),
             r"samples\[1\] fits no piece: it has 99 tokens, and max_sequence_length is 60",
         ),
+        (lambda: gf.plan_batch(torch.tensor([3, -1])), r"samples\[1\] must have a length of 0 or more, got -1"),
+        (lambda: gf.plan_pieces([]), "sizes must have at least one piece, got none"),
+        (lambda: gf.plan_pieces([1, 0]), r"sizes\[1\] must be at least 1 sample, got 0"),
+        (lambda: gf.plan_pieces([2], lengths=[1]), r"lengths must have one value per sample \(2\), got 1"),
+        (lambda: gf.plan_pieces([2], counts={"x": [1]}), r"plan_pieces: counts\['x'\] must have one value per sample"),
         (lambda: gf.Limits(max_samples=0), r"max_samples must be at least 1 \(None: no limit\), got 0"),
         (lambda: gf.Limits(layout="ragged"), "layout must be one of padded, packed, got 'ragged'"),
         (lambda: gf.plan_batch([1]).of_rank(1), "rank must be from 0 to 0, got 1"),

@@ -27,7 +27,7 @@ class MicroBatch:
         samples: The largest micro-batch that fits.
         accumulation_steps: Micro-batches of a logical batch of ``effective_batch`` samples; None if none was given.
         sizes: Their samples, as even as they can be.
-        bytes_per_sample: Slope of the line through the two largest measurements up to ``samples``.
+        bytes_per_sample: Slope of the line through what fits and the next larger measurement.
         fixed_bytes: Its intercept: what a micro-batch takes whatever its size (gradients, workspaces).
         usable_bytes: The budget less the head-room and ``bytes_to_come``.
         budget_bytes: Bytes that were free.
@@ -120,7 +120,7 @@ def find_micro_batch(
             largest = candidate
         else:
             too_many = candidate
-    slope, fixed = _line(peaks, largest)
+    slope, fixed = _line(peaks, largest if peaks.get(too_many) is None else too_many)
     steps = None if effective_batch is None else -(-effective_batch // largest)
     sizes = () if effective_batch is None or steps is None else _even(effective_batch, steps)
     return MicroBatch(
