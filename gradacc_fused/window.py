@@ -219,7 +219,8 @@ class Window(MicroBatches):
         reduction: str | None,
     ) -> Ready:
         """Check everything that was said of a micro-batch, before anything is touched."""
-        self._refuse_written_params()
+        if self.ledger is not None:
+            self._refuse_written_params()  # so that the error names the piece; other windows ask where they commit
         combined = None
         if self._batch is None:
             if piece is not None or counts is not None or isinstance(loss, Mapping):

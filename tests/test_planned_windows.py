@@ -122,6 +122,19 @@ def test_a_parameter_written_in_an_open_window_discards_it(backend):
         assert_unmoved(before, snapshot(opt))
 
 
+def test_a_parameter_written_in_a_window_without_a_plan_is_noticed_at_its_end(backend):
+    model, opt = scalar(backend)
+    with (
+        pytest.raises(gf.WindowError, match=r"parameter 0 was written .*before micro-batch 2\)"),
+        opt.window() as window,
+    ):
+        window.backward(model.loss_sum([1]), weight=1)
+        with torch.no_grad():
+            model.p.add_(1.0)
+        window.backward(model.loss_sum([1]), weight=1)
+    assert model.value == 1.0
+
+
 @torch.no_grad()
 def write(model):
     model.layers[1].bias.add_(1.0)
