@@ -26,6 +26,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=[name for name in AVAILABLE if not name.endswith("_on_cpu")])
+def host_backend(request: pytest.FixtureRequest) -> str:
+    """A backend that runs at full speed: for matrices of what the host does, with the same passes in every case."""
+    return request.param
+
+
 @pytest.fixture
 def ops(backend: str):
     """The four ops of a backend, called as the schema says."""

@@ -101,17 +101,17 @@ class AdamWs:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("defer", [1, "auto"])
-def test_W5_an_open_window_is_saved_and_resumed_bit_for_bit(backend, tmp_path, inner, dtype, defer, taken):
+def test_W5_an_open_window_is_saved_and_resumed_bit_for_bit(host_backend, tmp_path, inner, dtype, defer, taken):
     """Saved after some of four pieces, loaded elsewhere, the rest runs there: as if nothing had been interrupted."""
-    whole = AdamWs(backend, inner, dtype)
+    whole = AdamWs(host_backend, inner, dtype)
     for number in range(12):
         whole.micro_batch(number, device_weight=number == 5)
-    first = AdamWs(backend, inner, dtype, defer=defer)
+    first = AdamWs(host_backend, inner, dtype, defer=defer)
     for number in range(4 + taken):
         first.micro_batch(number, device_weight=number == 5)
     torch.save({"model": first.model.state_dict(), "opt": first.opt.state_dict()}, tmp_path / "checkpoint.pt")
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    second = AdamWs(backend, inner, dtype, seed=9)
+    second = AdamWs(host_backend, inner, dtype, seed=9)
     second.model.load_state_dict(saved["model"])
     second.opt.load_state_dict(saved["opt"])
     for resumed in (first, second):  # saving has changed nothing

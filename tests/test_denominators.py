@@ -234,8 +234,8 @@ TWO = {"ce": "active_tokens", "kl": "samples"}
         ),
     ],
 )  # fmt: skip
-def test_refused_and_nothing_moved(backend, call, error, message):
-    model, opt = scalar(backend, start=1.0)
+def test_refused_and_nothing_moved(host_backend, call, error, message):
+    model, opt = scalar(host_backend, start=1.0)
     with pytest.raises(error, match="(?s)" + message):
         call(model, opt, plan())
     assert model.value == 1.0 and opt.last_result is None and model.p.grad is None

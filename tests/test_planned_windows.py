@@ -189,8 +189,8 @@ class Trained:
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("position", range(3))
-def test_W8_a_piece_that_fails_anywhere_moves_nothing(backend, position, depth, error):
-    trained, twin = Trained(backend), Trained(backend)
+def test_W8_a_piece_that_fails_anywhere_moves_nothing(host_backend, position, depth, error):
+    trained, twin = Trained(host_backend), Trained(host_backend)
     torch.manual_seed(5)
     trained.window(0)
     trained.allocator.error = error
@@ -209,6 +209,16 @@ def test_W8_a_piece_that_fails_anywhere_moves_nothing(backend, position, depth, 
         twin.window(step)
     assert_unmoved(trained.everything(), twin.everything())
     assert_unmoved(list(trained.model.buffers()), list(twin.model.buffers()))
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm")
+def test_W8_a_piece_that_fails_in_its_backward_on_every_backend(backend):
+    trained = Trained(backend)
+    trained.window(0)
+    before = [value.clone() for value in trained.everything()]
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        trained.window(1, fail=(1, (1, "backward")))
+    assert_unmoved(before, trained.everything())
 
 
 def test_without_restore_state_generators_and_buffers_keep_what_the_attempt_did(backend):
@@ -259,9 +269,9 @@ def run_all(window, planned, fn, **options):
 @pytest.mark.parametrize("defer", [1, "auto"])
 @pytest.mark.parametrize("most_rows", [1, 2, 3, 5])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_piece_that_runs_out_of_memory_is_split_and_the_batch_stays_the_same(backend, depth, most_rows, defer):
+def test_a_piece_that_runs_out_of_memory_is_split_and_the_batch_stays_the_same(host_backend, depth, most_rows, defer):
     model = Net()
-    opt, planned = sgd(model, backend, defer=defer), plan(max_samples=6)
+    opt, planned = sgd(model, host_backend, defer=defer), plan(max_samples=6)
     before, truth = values(model), whole_gradient(model)
     model.allocator.place, model.allocator.most_rows = depth, most_rows
     with opt.window(planned, terms=TERMS) as window:
@@ -279,12 +289,22 @@ def test_a_piece_that_runs_out_of_memory_is_split_and_the_batch_stays_the_same(b
     assert float(result.loss_mean) == pytest.approx(float(truth["loss"]), rel=1e-6)
 
 
+def test_a_split_piece_on_every_backend(backend):
+    model = Net()
+    opt, planned = sgd(model, backend), plan(max_samples=6)
+    before, truth = values(model), whole_gradient(model)
+    model.allocator.place, model.allocator.most_rows = (1, "backward"), 3
+    with opt.window(planned, terms=TERMS) as window:
+        run_all(window, planned, lambda piece: losses_of(model, piece.samples), split_on_oom=True)
+    assert gradient_difference(model, before, truth) < 1e-6 and opt.last_result.micro_batches == 4
+
+
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_memory_that_runs_out_once_in_any_piece(backend, depth, position):
+def test_memory_that_runs_out_once_in_any_piece(host_backend, depth, position):
     """The allocator fails the first time only: what is held is added to the main grads and the piece runs as it is."""
     model = Net()
-    opt, planned = sgd(model, backend), plan()
+    opt, planned = sgd(model, host_backend), plan()
     before, truth = values(model), whole_gradient(model)
     seen = []
 
