@@ -27,7 +27,7 @@ from .backends import reference as _reference  # noqa: F401  registers the ops f
 from .backends.registry import BackendStatus, backends
 from .batch.denominators import Term
 from .batch.memory import MicroBatch, find_micro_batch
-from .batch.plan import Plan
+from .batch.plan import Piece, Plan
 from .batch.planner import Limits, plan_batch, plan_pieces
 from .batch_norm import convert_batch_norm
 from .capture import GuardedGraph
@@ -55,6 +55,7 @@ __all__ = [
     "Lion",
     "MicroBatch",
     "NonFiniteError",
+    "Piece",
     "PieceOutput",
     "Plan",
     "SplitCheck",

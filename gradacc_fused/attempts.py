@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .batch.denominators import MICRO_BATCHES, Combined, Term
+from .batch.denominators import MICRO_BATCHES, Combined
 from .batch.out_of_memory import is_out_of_memory, release
-from .batch.plan import Piece, Plan
+from .batch.plan import Piece, Plan, rows_of
+from .errors import DenominatorError
 from .micro_batches import Declared
+from .modules import ranks_averaged
 from .results import Scalar
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ class Attempts:
                 made = self._fn(part)
             output = made if isinstance(made, PieceOutput) else PieceOutput(made)
             ready = window.prepare(output.loss, part, output.counts, Declared(loss_scale=self._loss_scale), None)
-            results = None if output.outputs is None else _per_sample(part, output.outputs)
+            results = None if output.outputs is None else _per_sample(part, output.outputs, self._plan.packed)
             window.run_backward(ready.declared.loss, weight=ready.weight)
         except Exception as error:
             if not window._outlives(error):
@@ -128,7 +130,18 @@ class Attempts:
         release(self._engine.layout.device)
         if held or len(part.samples) == 1:
             return [part]
-        terms: Mapping[str, Term] = {} if window._batch is None else window._batch.terms or {}
+        assert window._batch is not None
+        terms = window._batch.terms
+        if terms is None:
+            raise DenominatorError(
+                f"window.run: piece {part.index} ran out of memory, and nobody said what divides its loss in parts. "
+                "Declare it: opt.window(plan, terms=...)."
+            )
+        if ranks_averaged(self._engine.layout.params) > 1:
+            window.refuse(
+                f"piece {part.index} ran out of memory and DistributedDataParallel holds the parameters: a split "
+                "here would leave the other ranks waiting. Plan smaller pieces (gf.find_micro_batch)"
+            )
         across = [name for name, term in terms.items() if term.across_samples]
         if across:
             window.refuse(f"piece {part.index} ran out of memory and term {across[0]!r} compares its samples: no split")
@@ -150,13 +163,9 @@ def _explain(error: BaseException, part: Piece) -> None:
         )
 
 
-def _per_sample(part: Piece, outputs: Any) -> list[Any]:
-    if len(outputs) < len(part.samples):
-        raise ValueError(
-            f"window.run: outputs of piece {part.index} must have a result for each of its {len(part.samples)} "
-            f"samples, got {len(outputs)}."
-        )
-    return [_detached(outputs[row]) for row in range(len(part.samples))]
+def _per_sample(part: Piece, outputs: Any, packed: bool) -> list[Any]:
+    rows = rows_of(part, outputs, packed, f"window.run: outputs of piece {part.index}")
+    return [_detached(row) for row in rows]
 
 
 def _detached(output: Any) -> Any:

@@ -19,10 +19,10 @@ def training_batch_norms(params: Sequence[torch.Tensor]) -> list[str]:
     return [name for name, module in named_modules_of(params) if isinstance(module, _BatchNorm) and module.training]
 
 
-def running_statistics(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Buffers of the batch and instance norms inside the models that own ``params``."""
+def running_statistics(params: Sequence[torch.Tensor]) -> list[tuple[nn.Module, str]]:
+    """(module, name) of the buffers of the batch and instance norms inside the models that own ``params``."""
     norms = {id(module): module for _, module in named_modules_of(params) if isinstance(module, _NormBase)}
-    return [buffer for module in norms.values() for buffer in module.buffers(recurse=False)]
+    return [(module, name) for module in norms.values() for name in module._buffers]
 
 
 def warn_about_batch_norm(params: Sequence[torch.Tensor]) -> None:
@@ -76,6 +76,13 @@ def convert_batch_norm(
 
 def _group_norm(name: str, module: _BatchNorm, num_groups: int | None) -> nn.GroupNorm:
     channels = module.num_features
+    if channels < 2:
+        raise ValueError(
+            f"convert_batch_norm: {name or 'the model'!r} must have two channels or more for a group to have "
+            f"statistics, got {channels}. Leave it, or run a lazy module once first."
+        )
+    if num_groups is not None and num_groups < 1:
+        raise ValueError(f"convert_batch_norm: num_groups must be at least 1, got {num_groups}.")
     groups = num_groups or max(
         (count for count in range(1, min(MOST_GROUPS, channels // 2) + 1) if channels % count == 0), default=1
     )

@@ -118,6 +118,12 @@ def load_state_dict(optimizer: GradAccumOptimizer, state_dict: dict[str, Any]) -
     state_dict, scalars, sums = open_window.split(state_dict)
     if scalars is not None:
         optimizer._mode.check_restored_window(len(scalars["weights"]))
+        for name in open_window.OPTIONS:
+            if scalars[name] != getattr(optimizer.options, name):
+                raise ValueError(
+                    f"load_state_dict: the state dict holds an open window with {name}={scalars[name]!r}, and this "
+                    f"optimizer has {getattr(optimizer.options, name)!r}. Nothing was loaded."
+                )
     saved_groups = state_dict["param_groups"]
     _check_groups(inner.param_groups, saved_groups)
     engine.prepare()

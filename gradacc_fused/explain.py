@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .modules import models_of
+from .modules import ranks_averaged
 from .optimizer import GradAccumOptimizer
 from .results import Scalar, StepResult
 
@@ -83,18 +83,22 @@ def explain(opt: GradAccumOptimizer) -> Explanation:
         raise ValueError(
             "explain: the optimizer has not made a step yet; there is no chain to show. Call it after one."
         )
-    ranks = _ranks_averaged(opt)
+    ranks = ranks_averaged(opt._engine.layout.params)
     notes = _notes(opt, result, ranks)
-    declared = result.batch is not None and result.batch.terms is not None and result.batch.totals
+    declared = result.batch is not None and result.batch.terms is not None
     columns, own = _of_terms(result) if declared else _of_micro_batches(result)
     loss_scale = result.scale / opt.options.host_scale
+
+    host = (opt.options.host_scale, "already on the loss, as host_scale declares")
+    if ranks > 1 and opt.options.host_scale == 1.0 / ranks:
+        host = (1.0, "host_scale declares DDP's average")
 
     def same(name: str, value: float, why: str) -> Factor:
         return Factor(name, (value,) * len(columns), why)
 
     factors = (
         own[0],
-        same("host", opt.options.host_scale, "already on the loss, as host_scale declares"),
+        same("host", *host),
         same("DDP", 1.0 / ranks, f"DistributedDataParallel averages over {ranks} ranks" if ranks > 1 else "none"),
         same("scaler", loss_scale, "already on the loss, as loss_scale declares" if loss_scale != 1.0 else "none"),
         *own[1:],
@@ -121,8 +125,8 @@ def _of_micro_batches(result: StepResult) -> tuple[tuple[str, ...], tuple[Factor
 def _of_terms(result: StepResult) -> tuple[tuple[str, ...], tuple[Factor, ...]]:
     batch = result.batch
     terms = batch.terms
-    totals = [batch.totals[name] for name in terms]
-    main = batch.denominator
+    main = float(result.weight_sum)  # where there is no plan, of all terms
+    totals = [batch.totals.get(name, main) for name in terms]
     early = [0.0 if total == 0 or main == 0 else main / total / batch.unit for total in totals]
     boundary = batch.unit / main if main else 0.0
     factors = (
@@ -136,18 +140,6 @@ def _of_terms(result: StepResult) -> tuple[tuple[str, ...], tuple[Factor, ...]]:
 
 def _number(value: Scalar) -> float:
     return float(value)
-
-
-def _ranks_averaged(opt: GradAccumOptimizer) -> int:
-    """Ranks that DistributedDataParallel averages the gradients over; 1 where no such module holds the parameters."""
-    if not torch.distributed.is_available():
-        return 1
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    for model in models_of(opt._engine.layout.params):
-        for module in model.modules():
-            if isinstance(module, wrapper):
-                return torch.distributed.get_world_size(module.process_group)
-    return 1
 
 
 def _living_scale(opt: GradAccumOptimizer) -> float | None:

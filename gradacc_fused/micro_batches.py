@@ -312,7 +312,6 @@ class MicroBatches:
             self._losses, self._optimizer.options.host_scale * loss_scale, unit, self._terms, batch,
             self.weights, self._reductions,
         )  # fmt: skip
-        self.status = "committed"
         return cells, result
 
     @property

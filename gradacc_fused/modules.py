@@ -46,3 +46,14 @@ def named_modules_of(params: Sequence[torch.Tensor]) -> Iterator[tuple[str, torc
     for root in models_of(params):
         for name, module in root.named_modules():
             yield (f"{type(root).__name__}.{name}" if name else type(root).__name__), module
+
+
+def ranks_averaged(params: Sequence[torch.Tensor]) -> int:
+    """Ranks that DistributedDataParallel averages the gradients over; 1 where no such module holds the parameters."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    for _, module in named_modules_of(params):
+        if isinstance(module, wrapper):
+            return torch.distributed.get_world_size(module.process_group)
+    return 1

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 SUM, SCALARS = "window_sum", "window"
+OPTIONS = ("weighting", "host_scale")  # what the sums depend on
 LISTS = ("weights", "_reductions", "_samples", "_tokens")
 
 
@@ -32,6 +33,7 @@ def save(window: MicroBatches, packed: dict[str, Any]) -> None:
             state[index] = {**state.get(index, {}), SUM: engine.main_grads[k].clone()}
     scalars: dict[str, Any] = {name.lstrip("_"): list(getattr(window, name)) for name in LISTS}
     scalars["losses"] = [list(astuple(record)) for record in window._losses]
+    scalars |= {name: getattr(window._optimizer.options, name) for name in OPTIONS}
     scalars["unweighted"], scalars["loss_scale"] = window._unweighted, window.loss_scale
     first, *others = packed["param_groups"]
     packed["state"], packed["param_groups"] = state, [{**first, SCALARS: scalars}, *others]

@@ -147,9 +147,7 @@ class GradAccumOptimizer(Wrapper):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, exchangeable with plain torch for fp32 parameters; see checkpoint.py.
-
-        An open window of counting mode is saved with it, and goes on where it is loaded.
+        """The inner optimizer's, exchangeable with plain torch for fp32 parameters, and a window open in counting mode.
 
         Raises:
             WindowError: In the ``with`` block of a window, or between ``opt.backward()`` and its ``step()``.
@@ -204,6 +202,8 @@ class GradAccumOptimizer(Wrapper):
         """
         self._require_not_closed("window")
         self._require_no_window("window")
+        if not (plan is None or isinstance(plan, Plan)):
+            raise TypeError(f"window: plan must be a gf.Plan, got {type(plan).__name__}. Terms are passed as terms=...")
         named = declared_terms(terms)
         batch = None if plan is None and named is None else LogicalBatch(named, plan)
         return Window(self, batch, 0 if plan is None else plan.this_rank(rank), restore_state)
@@ -319,6 +319,7 @@ class GradAccumOptimizer(Wrapper):
             applies = self._applies(result)
             if applies:
                 hooks.fire(self, "pre", self._engine.rule is None)
+            window.status = "committed"  # from here on parameters move
             if self._engine.rule is not None:
                 self._engine.update(cells, *window.update_arguments)
             elif applies:

@@ -113,5 +113,5 @@ class StepResult:
             summed = torch.as_tensor(total([record.summed() for record in records]), dtype=torch.float64)
             known = self.batch.totals.get(name)
             divisor = self.weight_sum.to(summed.device) if known is None else known
-            found[name] = summed / divisor / self.scale
+            found[name] = summed * 0.0 if known == 0.0 else summed / divisor / self.scale
         return found

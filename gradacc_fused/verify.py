@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .attempts import Losses, PieceOutput
-from .batch.denominators import Declaration, LogicalBatch, declared_terms
+from .batch.denominators import Declaration, LogicalBatch, Term, declared_terms
 from .batch.plan import Piece, Plan
-from .batch.planner import plan_pieces
+from .batch.planner import Limits, plan_batch
+from .batch.saved_state import SavedState
 
 Gradients = dict[str, torch.Tensor]
 
@@ -74,11 +75,25 @@ def check_split(
         tolerance: Relative norm up to which gradients agree: 1e-6 for fp32, more for lower precision.
 
     Returns:
-        What was found; nothing was stepped.
+        What was found; nothing was stepped, and random-number generators and the model's buffers are as they were.
     """
-    order = plan_pieces([len(plan.lengths)], counts=plan.counts, lengths=plan.lengths)
-    whole, loss_whole = _gradient(fn, order, model, terms)
-    split, loss_split = _gradient(fn, plan, model, terms)
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not named:
+        raise ValueError("check_split: model must have a parameter that requires grad, got none.")
+    one_piece = plan_batch(
+        plan.lengths, limits=Limits(layout="packed" if plan.packed else "padded"), counts=plan.counts
+    )
+    declared = declared_terms(terms)
+    if declared is not None:  # those across samples too: their difference is what is asked for
+        declared = {name: replace(term, across_samples=False) for name, term in declared.items()}
+    buffers = [(module, name) for module in model.modules() for name in module._buffers]
+    before = SavedState(buffers, next(iter(named.values())).device)
+    try:
+        whole, loss_whole = _gradient(fn, one_piece, named, declared)
+        before.restore()  # the same random numbers and statistics for both
+        split, loss_split = _gradient(fn, plan, named, declared)
+    finally:
+        before.restore()
     norm = sum(float(gradient.square().sum()) for gradient in whole.values())
     dot = sum(float((whole[name] * split[name]).sum()) for name in whole)
     gap = sum(float((whole[name] - split[name]).square().sum()) for name in whole)
@@ -98,11 +113,13 @@ def _close(split: torch.Tensor, whole: torch.Tensor, tolerance: float) -> bool:
 
 
 def _gradient(
-    fn: Callable[[Piece], Losses | PieceOutput], plan: Plan, model: torch.nn.Module, terms: Declaration | None
+    fn: Callable[[Piece], Losses | PieceOutput],
+    plan: Plan,
+    named: dict[str, torch.nn.Parameter],
+    terms: dict[str, Term] | None,
 ) -> tuple[Gradients, float]:
     """The float64 sum of the pieces' gradients, divided as declared, and the loss."""
-    batch = LogicalBatch(declared_terms(terms), plan)
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    batch = LogicalBatch(terms, plan)
     total = {name: torch.zeros_like(param, dtype=torch.float64) for name, param in named.items()}
     loss = 0.0
     divisor = 1.0 if not batch.denominator else batch.denominator / batch.unit

@@ -17,6 +17,7 @@ from .batch.saved_state import SavedState
 from .batch_norm import running_statistics
 from .errors import WindowError
 from .micro_batches import Declared, MicroBatches
+from .modules import ranks_averaged
 from .results import LossRecord, Scalar
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Window(MicroBatches):
         self._plan: Plan | None = None if batch is None else batch.plan
         self.ledger = None if self._plan is None else Ledger(self._plan, rank)
         self._restore_state = restore_state
-        self._buffers: Sequence[torch.Tensor] = ()
+        self._buffers: Sequence[tuple[torch.nn.Module, str]] = ()
         self._saved: SavedState | None = None
         self.retries = False  # whether running out of memory leaves the window open
         self.short_of_memory = False
@@ -104,6 +105,10 @@ class Window(MicroBatches):
 
     def fail(self, error: BaseException, why: str) -> None:
         """Discard the window for an error, and say so in it."""
+        if self.status == "committed":
+            if hasattr(error, "add_note"):
+                error.add_note(f"{NOTE} raised while its step was applied, or after: parameters may have moved.")
+            return
         if hasattr(error, "add_note") and not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
             where = "" if self.ledger is None else f" The piece in hand was {self.ledger.position()}."
             error.add_note(f"{NOTE} its window is discarded, nothing was applied, .grad is cleared.{where}")
@@ -120,13 +125,13 @@ class Window(MicroBatches):
     def _find_buffers(self) -> None:
         model = self._restore_state
         if isinstance(model, torch.nn.Module):
-            self._buffers = list(model.buffers())
+            self._buffers = [(each, name) for each in model.modules() for name in each._buffers]
         elif model:
             self._buffers = running_statistics(self._engine.layout.params)
 
     def save_state(self) -> SavedState | None:
         """Generators and running statistics as they are, where the window restores them."""
-        if self._restore_state is False:
+        if not self._restore_state:
             return None
         return SavedState(self._buffers, self._engine.layout.device)
 
@@ -206,9 +211,15 @@ class Window(MicroBatches):
         self._require_open("used")
         declared = Declared(weight, reduction or "mean", loss, samples, tokens, loss_scale)
         ready = self.prepare(loss, piece, counts, declared, reduction)
-        self.make_room()
-        self.run_backward(ready.declared.loss, weight=ready.weight)
-        self.take_ready(ready)
+        try:
+            self.make_room()
+            self.run_backward(ready.declared.loss, weight=ready.weight)
+            self.take_ready(ready)
+        except WindowError:
+            raise  # says itself what became of the window
+        except BaseException as error:
+            self.fail(error, f"{type(error).__name__} was raised in micro-batch {self.micro_batches}")
+            raise
 
     def prepare(
         self,
@@ -246,7 +257,12 @@ class Window(MicroBatches):
         if (piece is None) != (self.ledger is None):
             expected = "which piece it is: piece=..." if piece is None else "no piece, the window having no plan"
             raise ValueError(f"window: backward must be told {expected}.")
-        seen = {} if counts is None else counts
+        seen: Mapping[str, Scalar] = {name.removeprefix("total_"): count for name, count in (counts or {}).items()}
+        for name, count in seen.items():
+            if not isinstance(count, (int, float, torch.Tensor)):
+                raise TypeError(f"window: counts[{name!r}] must be a number or a tensor, got {type(count).__name__}.")
+        if not (piece is None or isinstance(piece, Piece)):
+            raise TypeError(f"window: piece must be one of plan.pieces, got {type(piece).__name__}.")
         if self.ledger is not None and piece is not None:
             self.refuse(self.ledger.unexpected(piece) or self.ledger.broken_promise(piece, seen))
             seen = piece.counts
@@ -258,6 +274,13 @@ class Window(MicroBatches):
                     f"{self.micro_batches}: each would see only its own samples. Run the logical batch in one"
                 )
         combined = batch.combine(loss, piece, seen, self._where)
+        several = self._plan is not None and self._plan.world_size > 1
+        if several and combined.weight == 0.0 and ranks_averaged(self._engine.layout.params) > 1:
+            self.refuse(
+                f"piece {piece.index if piece else 0} counts nothing, and DistributedDataParallel would average its "
+                "gradients into those of the other ranks. Plan so that every rank's pieces count (fewer ranks, "
+                "other limits)"
+            )
         samples = seen.get("samples") if declared.samples is None else declared.samples
         tokens = seen.get("active_tokens") if declared.tokens is None else declared.tokens
         said = Declared(combined.weight, combined.reduction, combined.loss, samples, tokens, declared.loss_scale)
@@ -313,6 +336,8 @@ class Window(MicroBatches):
                 sample is raised as it came, with a note.
         """
         self._require_open("used")
+        if not isinstance(piece, Piece):
+            raise TypeError(f"window.run: piece must be one of plan.pieces, got {type(piece).__name__}.")
         if self._plan is None:
             raise ValueError("window.run: the window has no plan. Open it with opt.window(gf.plan_batch(...)).")
         return Attempts(self, self._plan, fn, split_on_oom, loss_scale).run(piece)

@@ -220,6 +220,28 @@ def test_N10_a_model_that_ignores_the_token_count(sizes, ratio):
     assert model.p.grad is None
 
 
+def test_N10_both_runs_see_the_same_noise_and_leave_nothing_behind():
+    """Packed shapes, dropout, BatchNorm's buffers and a term across samples: what differs is the split alone."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)).eval()
+    noise, shapes = [], []
+
+    def fn(piece):
+        shapes.append(piece.shape)
+        noise.append(float(torch.rand(())))
+        rows = torch.tensor(piece.samples, dtype=torch.float32)
+        return {"c": model.train()(torch.stack([rows, -rows], 1).repeat(2, 1)).square().sum()}
+
+    before = [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
+    planned = gf.plan_batch([2, 3, 4], limits=gf.Limits(max_tokens=5, layout="packed"))
+    report = gf.check_split(fn, planned, model, terms={"c": gf.Term("samples", across_samples=True)})
+    assert shapes == [(1, 9), (1, 5), (1, 4)] and noise[0] == noise[1]
+    assert not report.equal and report.first
+    after = [torch.get_rng_state(), *model.buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="model must have a parameter that requires grad"):
+        gf.check_split(fn, planned, torch.nn.ReLU())
+
+
 def test_N12_tokens_of_the_mask_or_of_an_advantage_are_an_explicit_choice(backend):
     """Three tokens in the mask, of which one has an advantage of exactly 0; a quadratic term lives on the mask."""
     advantages, mask = [[2.0, 0.0], [4.0, 9.0]], [[1, 1], [1, 0]]

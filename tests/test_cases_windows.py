@@ -145,6 +145,8 @@ def test_W5_what_cannot_go_on_is_refused(backend):
         boundary.load_state_dict(saved)
     with pytest.raises(ValueError, match="open window of 3 micro-batches, and accumulation_steps is 2"):
         AdamWs(backend, accumulation_steps=2).opt.load_state_dict(saved)
+    with pytest.raises(ValueError, match="open window with weighting='given', and this optimizer has 'equal'"):
+        AdamWs(backend, weighting="equal").opt.load_state_dict(saved)
     wrong = {**saved, "state": {**saved["state"], 0: {**saved["state"][0], "window_sum": torch.zeros(3)}}}
     other = AdamWs(backend)
     with pytest.raises(ValueError, match=r"state\[0\]\['window_sum'\] must have shape"):

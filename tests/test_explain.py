@@ -51,6 +51,17 @@ def test_terms_have_a_column_each(backend):
     assert -model.value == pytest.approx(2 * found.products[0] + 2 * found.products[1] + 5 * found.products[2])
 
 
+def test_late_terms_have_a_column_each_too(backend):
+    model, opt = scalar(backend)
+    terms = {"a": gf.Term("tokens", 0.5), "b": gf.Term("tokens", 3.0, reduction="mean")}
+    with opt.window(terms=terms) as window:
+        for count in (5, 3):
+            window.backward({"a": model.p.sum() * count, "b": model.p.sum()}, counts={"total_tokens": count})
+    found = gf.explain(opt)
+    assert found.columns == ("a", "b") and found.products == pytest.approx((0.5 / 8, 3 / 8))
+    assert -model.value == pytest.approx(8 * sum(found.products))  # eight tokens of gradient 1 in each term
+
+
 def test_a_piece_that_is_not_read_and_the_other_modes(backend):
     model, opt = scalar(backend)
     with opt.window() as window:
@@ -100,6 +111,7 @@ def test_a_data_parallel_wrapper_that_divides_too(backend):
                 window.backward(wrapped([8.0]), weight=1)
             found = gf.explain(opt)
             assert next(factor for factor in found.factors if factor.name == "DDP").values == (0.25,)
+            assert found.products == (0.25 if host_scale == 1.0 else 1.0,)
             noted = "DistributedDataParallel divides by 4 ranks and nothing undoes it" in str(found)
             assert noted == (host_scale == 1.0)
             del wrapped

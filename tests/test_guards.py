@@ -111,6 +111,10 @@ def test_conversions_by_hand_and_refusals():
     twice = gf.convert_batch_norm(nn.ModuleDict({"a": shared, "b": shared}).eval())
     assert twice["a"] is twice["b"] and not twice["a"].training
     assert gf.convert_batch_norm(nn.BatchNorm1d(7)).num_groups == 1
+    with pytest.raises(ValueError, match="must have two channels or more for a group to have statistics, got 1"):
+        gf.convert_batch_norm(nn.BatchNorm1d(1))
+    with pytest.raises(ValueError, match="num_groups must be at least 1, got -2"):
+        gf.convert_batch_norm(nn.BatchNorm1d(4), num_groups=-2)
     assert isinstance(gf.convert_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), "sync")[0], nn.SyncBatchNorm)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(6))
     with pytest.raises(ValueError, match="num_groups must divide the 6 channels of '1', got 4"):

@@ -24,14 +24,16 @@ def allocates(samples: int) -> None:
 
 
 def test_peak_bytes_is_the_most_at_once():
-    assert peak_bytes(lambda: allocates(7)) == FIXED + 7 * EACH
+    assert peak_bytes(lambda: allocates(7)) == (FIXED + 7 * EACH, 0)
 
     def one_after_the_other():
         for _ in range(3):
             torch.empty(12_345, dtype=torch.uint8)
 
-    assert peak_bytes(one_after_the_other) == 12_345
-    assert peak_bytes(lambda: None) == 0
+    assert peak_bytes(one_after_the_other) == (12_345, 0)
+    assert peak_bytes(lambda: None) == (0, 0)
+    kept = []
+    assert peak_bytes(lambda: kept.append(torch.empty(500, dtype=torch.uint8))) == (500, 500)
 
 
 @pytest.mark.parametrize("head_room", [0.1, 0.15, 0.2])
@@ -117,12 +119,23 @@ def test_room_is_left_for_what_the_optimizer_will_allocate(backend):
         ({}, ValueError, "budget_bytes must be given on cpu"),
         ({"budget_bytes": 0}, ValueError, "budget_bytes must be at least 1, got 0"),
         ({"budget_bytes": 1, "head_room": 1.0}, ValueError, "head_room must be a share from 0 up to 1, got 1.0"),
+        ({"budget_bytes": 1, "limits": gf.Limits(max_tokens=20)}, ValueError, "need max_sequence_length too"),
         ({"budget_bytes": 1, "effective_batch": 0}, ValueError, "effective_batch must be at least 1 sample, got 0"),
     ],
 )
 def test_refused(options, error, message):
     with pytest.raises(error, match=message):
         gf.find_micro_batch(allocates, **options)
+
+
+def test_gradients_that_are_left_behind_are_warned_about():
+    model = nn.Linear(100, 100)
+
+    def fn(samples):
+        model(torch.zeros(samples, 100)).sum().backward()
+
+    with pytest.warns(UserWarning, match=r"fn\(1\) left 40,400 bytes allocated.*pass optimizer="):
+        gf.find_micro_batch(fn, gf.Limits(max_samples=1), budget_bytes=10**6)
 
 
 def test_an_error_of_another_kind_is_not_memory():

@@ -233,9 +233,10 @@ def test_without_restore_state_generators_and_buffers_keep_what_the_attempt_did(
 def test_all_buffers_of_a_module_that_is_named_are_restored(backend):
     model, opt = scalar(backend)
     model.register_buffer("seen", torch.zeros(()))
-    for restore, expected in ((model, 0.0), (True, 1.0)):
+    for restore, expected in ((model, 0.0), (True, 2.0)):
         with pytest.raises(ZeroDivisionError), opt.window(restore_state=restore):
             model.seen += 1
+            model.seen = model.seen + 1  # another tensor
             raise ZeroDivisionError
         assert float(model.seen) == expected
 
@@ -453,12 +454,73 @@ def test_a_term_across_samples_is_not_split(backend):
             window.run(planned.pieces[0], fn, split_on_oom=True)
 
 
+def test_a_piece_that_nobody_declared_is_not_split(backend):
+    model, opt = scalar(backend)
+    planned = gf.plan_pieces([2])
+
+    def fn(piece):
+        if len(piece.samples) == 2:
+            raise MemoryError
+        return model.p.sum()
+
+    with pytest.raises(gf.DenominatorError, match="piece 0 ran out of memory, and nobody said what divides"):  # noqa: SIM117
+        with opt.window(planned) as window:
+            window.run(planned.pieces[0], fn, split_on_oom=True)
+    assert model.value == 0.0
+
+
+def test_memory_that_runs_out_after_a_piece_was_taken_discards_the_window(backend, monkeypatch):
+    """Swallowed and run again, the piece would count twice."""
+    model, opt = scalar(backend, defer=1)
+    planned = gf.plan_pieces([1, 1])
+    flush, left = opt._engine.flush, [torch.OutOfMemoryError("planted")]
+
+    def fails_once(*arguments, **keywords):
+        if left:
+            raise left.pop()
+        return flush(*arguments, **keywords)
+
+    monkeypatch.setattr(opt._engine, "flush", fails_once)
+    with pytest.raises(gf.WindowError, match="cannot be used, it is discarded.*OutOfMemoryError was raised"):  # noqa: SIM117
+        with opt.window(planned, terms="samples") as window:
+            for piece in (planned.pieces[0], planned.pieces[1], planned.pieces[1]):
+                try:
+                    window.backward(model.loss_sum([1]), piece=piece)
+                except torch.OutOfMemoryError:
+                    window.backward(model.loss_sum([1]), piece=piece)
+    assert model.value == 0.0
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.RMSprop])
+def test_what_is_raised_before_the_step_restores_and_after_it_says_that_it_moved(backend, inner):
+    model = Net()
+    opt = gf.GradAccumOptimizer(inner(model.parameters(), lr=0.1), backend=backend)
+    planned = plan()
+    for when, moved in (("pre", False), ("post", True)):
+        before, noise = snapshot(opt), torch.get_rng_state()
+        register = opt.register_step_pre_hook if when == "pre" else opt.register_step_post_hook
+        handle = register(raises)
+        with pytest.raises(ZeroDivisionError) as caught, opt.window(planned, terms=TERMS, restore_state=True) as window:
+            torch.rand(3)
+            for piece in planned.pieces:
+                window.backward(losses_of(model, piece.samples), piece=piece)
+        handle.remove()
+        notes = " ".join(getattr(caught.value, "__notes__", ["may have moved" if moved else "nothing was applied"]))
+        assert ("may have moved" if moved else "nothing was applied") in notes
+        assert torch.equal(noise, torch.get_rng_state()) == (not moved)
+        assert any(not torch.equal(a, b) for a, b in zip(before, snapshot(opt), strict=False)) == moved
+
+
+def raises(*_):
+    raise ZeroDivisionError("in a hook")
+
+
 def test_run_needs_a_plan_and_results_for_every_sample(backend):
     model, opt = scalar(backend)
     with pytest.raises(ValueError, match="the window has no plan"), opt.window() as window:
         window.run(gf.plan_pieces([1]).pieces[0], lambda piece: model.p.sum())
     planned = gf.plan_pieces([2])
-    with pytest.raises(ValueError, match="a result for each of its 2 samples, got 1"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="a result for each of the piece's 2 samples, got 1"):  # noqa: SIM117
         with opt.window(planned, terms="samples") as window:
             window.run(planned.pieces[0], lambda piece: gf.PieceOutput(model.p.sum(), [1]))
     assert model.value == 0.0

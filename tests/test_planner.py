@@ -71,7 +71,8 @@ def test_every_sample_once_and_within_the_limits(lengths, limits, options):
 @given(lengths=LENGTHS, limits=LIMITS, options=OPTIONS)
 def test_results_come_back_in_the_original_order(lengths, limits, options):
     plan = gf.plan_batch(lengths, limits=limits, **options)
-    outputs = [torch.full((piece.shape[0] + len(piece.samples), 2), -1.0) for piece in plan.pieces]
+    rows = [len(piece.samples) if limits.layout == "packed" else piece.shape[0] for piece in plan.pieces]
+    outputs = [torch.full((count, 2), -1.0) for count in rows]
     for piece, output in zip(plan.pieces, outputs, strict=True):
         if not piece.padding:
             output[: len(piece.samples), 0] = torch.tensor(piece.samples, dtype=torch.float32)
@@ -140,7 +141,13 @@ def test_balanced_costs_less_than_in_order():
 
 def test_samples_are_lengths_or_have_one():
     expected = gf.plan_batch([2, 3], limits=gf.Limits(max_samples=1)).pieces
-    for samples in (torch.tensor([2, 3]), [[1, 1], [1, 1, 1]], [torch.ones(2), torch.ones(3)], ("ab", "abc")):
+    for samples in (
+        [torch.tensor(2), torch.tensor(3)],
+        torch.tensor([2, 3]),
+        [[1, 1], [1, 1, 1]],
+        [torch.ones(2), torch.ones(3)],
+        ("ab", "abc"),
+    ):
         assert gf.plan_batch(samples, limits=gf.Limits(max_samples=1)).pieces == expected
 
 
@@ -225,10 +232,40 @@ def test_which_rank_this_is():
         (lambda: gf.plan_batch([1]).of_rank(1), "rank must be from 0 to 0, got 1"),
         (lambda: gf.plan_batch([1]).restore([]), r"outputs must have one entry per piece \(1\), got 0"),
         (lambda: gf.plan_batch([1, 1]).restore([[0]]), r"outputs\[0\] must have a result for each of the piece's 2"),
+        (lambda: gf.plan_batch([1]).restore([None]), "must have a result .*got NoneType.*gf.PieceOutput"),
+        (lambda: gf.plan_batch([1]).restore([torch.tensor(1.0)]), "must have a result .*got Tensor"),
+        (
+            lambda: gf.plan_batch([3, 4], limits=gf.Limits(layout="packed")).restore([torch.arange(7)]),
+            r"outputs\[0\] must have a result for each of the piece's 2 samples, got 7",
+        ),
+        (lambda: gf.plan_batch([1], counts={"micro_batches": [1]}), r"counts\['micro_batches'\] is there already"),
+        (lambda: gf.plan_batch([1], counts={"total_samples": [1]}), r"counts\['total_samples'\] is there already"),
     ],
 )
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: gf.plan_batch([3.0]),
+            r"samples\[0\] must be a length in tokens .* or have a len\(\), got float",
+        ),
+        (
+            lambda: gf.plan_batch([1], counts={"a": 3}),
+            r"counts\['a'\] must be a sequence .* per sample, got int",
+        ),
+        (lambda: gf.plan_batch([1], limits={"max_samples": 1}), r"limits must be gf.Limits\(...\), got dict"),
+        (lambda: gf.plan_batch([1], world_size=2.0), "world_size must be an int, got 2.0"),
+        (lambda: gf.Limits(max_samples=1.5), r"max_samples must be an int or None \(no limit\), got 1.5"),
+        (lambda: gf.plan_pieces(4), "sizes must list the samples of each piece, got 4"),
+    ],
+)
+def test_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
         call()
 
 

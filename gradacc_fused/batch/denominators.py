@@ -57,6 +57,8 @@ class Term:
             raise ValueError(f"Term: reduction must be 'mean' or 'sum', got {self.reduction!r}.")
         if not math.isfinite(self.coefficient):
             raise ValueError(f"Term: coefficient must be a finite number, got {self.coefficient}.")
+        if self.denominator is None and self.reduction == "mean":
+            raise ValueError("Term: a mean needs a denominator: what it is a mean over. None is for pure sums.")
         if self.denominator is not None:
             object.__setattr__(self, "denominator", self.denominator.removeprefix("total_"))
 
@@ -73,6 +75,8 @@ def declared_terms(terms: Declaration | None) -> dict[str, Term] | None:
     """Terms by name, from what was passed as ``terms``; None where nothing was declared."""
     if terms is None:
         return None
+    if not isinstance(terms, (str, Term, Mapping)):
+        raise TypeError(f"window: terms must be a count's name, a Term or a mapping, got {type(terms).__name__}.")
     named: Mapping[str, str | Term | None] = terms if isinstance(terms, Mapping) else {UNNAMED: terms}
     for name, term in named.items():
         if not (term is None or isinstance(term, (str, Term))):
@@ -182,9 +186,10 @@ class LogicalBatch:
         for name, loss in named.items():
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
                 got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"{where}: loss term {name!r} must be a tensor with one element, got {got}. Reduce it first."
+                todo = (
+                    "Reduce it first" if isinstance(loss, torch.Tensor) else "A loss with outputs is a gf.PieceOutput"
                 )
+                raise ValueError(f"{where}: loss term {name!r} must be a tensor with one element, got {got}. {todo}.")
         if not named:
             raise ValueError(f"{where}: loss must have at least one term, got none.")
         if self.terms is None:
@@ -194,6 +199,11 @@ class LogicalBatch:
                     f"{self.pieces} pieces. {self._choices()}"
                 )
             return named
+        if not isinstance(losses, Mapping) and UNNAMED not in self.terms:
+            raise DenominatorError(
+                f"{where}: the terms {', '.join(map(repr, self.terms))} were declared, and the loss is one tensor. "
+                "Pass a mapping: {name: loss}."
+            )
         for name in named:
             if name not in self.terms:
                 raise DenominatorError(f"{where}: nobody said what divides {name!r}. {self._choices()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -76,8 +77,8 @@ def find_micro_batch(
 
     Args:
         fn: ``fn(samples)`` runs forward and backward of a micro-batch of so many samples, as long as they come
-            (``limits.max_sequence_length``). It must leave nothing behind; ``.grad`` of the optimizer's parameters is
-            cleared here.
+            (``limits.max_sequence_length``). It must leave nothing behind, or the next measurement misses it (a warning
+            says so); ``.grad`` of the optimizer's parameters is cleared here.
         limits: ``max_samples`` is the most that is tried; with ``max_sequence_length``, ``max_tokens`` limits it too.
         effective_batch: Samples of the logical batch: gives ``accumulation_steps``, and no larger one is tried.
         optimizer: Makes its state now, and leaves room for the main grads and held gradients of its windows.
@@ -95,6 +96,7 @@ def find_micro_batch(
     """
     limits = limits or Limits()
     where = _device(optimizer, device)
+    _check_limits(limits)
     _check(effective_batch, budget_bytes, head_room, where)
     to_come = 0
     if optimizer is not None:
@@ -148,6 +150,13 @@ def _check(effective_batch: int | None, budget_bytes: int | None, head_room: flo
         raise ValueError(f"find_micro_batch: budget_bytes must be at least 1, got {budget_bytes}.")
 
 
+def _check_limits(limits: Limits) -> None:
+    if limits.max_tokens is not None and limits.max_sequence_length is None:
+        raise ValueError(
+            "find_micro_batch: limits with max_tokens need max_sequence_length too: how long fn's samples are."
+        )
+
+
 def _most_samples(limits: Limits, effective_batch: int | None) -> int:
     bounds = [MOST_SAMPLES]
     bounds += [bound for bound in (limits.max_samples, effective_batch) if bound is not None]
@@ -170,11 +179,14 @@ def _peak(
     release(device)
     try:
         if device.type != "cuda":
-            return peak_bytes(lambda: fn(samples))
+            peak, left = peak_bytes(lambda: fn(samples))
+            _warn_about_what_is_left(left, samples, optimizer)
+            return peak
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         fn(samples)
         torch.cuda.synchronize(device)
+        _warn_about_what_is_left(torch.cuda.memory_allocated(device) - before, samples, optimizer)
         return torch.cuda.max_memory_allocated(device) - before
     except Exception as error:
         if not is_out_of_memory(error):
@@ -184,6 +196,15 @@ def _peak(
             optimizer._engine.clear_grads()
     release(device)
     return None
+
+
+def _warn_about_what_is_left(left: int, samples: int, optimizer: GradAccumOptimizer | None) -> None:
+    if left > 0 and optimizer is None:
+        warnings.warn(
+            f"find_micro_batch: fn({samples}) left {left:,} bytes allocated, so later measurements miss them. Clear "
+            ".grad in fn, or pass optimizer=.",
+            stacklevel=4,
+        )
 
 
 def _candidate(peaks: Mapping[int, int | None], largest: int, too_many: int, usable: int) -> int:

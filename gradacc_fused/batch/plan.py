@@ -131,7 +131,7 @@ class Plan:
             ranks.
 
         Raises:
-            ValueError: Another number of outputs than pieces, or too few results in one.
+            ValueError: Another number of outputs than pieces, or of results in one than it has samples or padded rows.
         """
         pieces = self.pieces if rank is None else self.of_rank(rank)
         if len(outputs) != len(pieces):
@@ -142,15 +142,32 @@ class Plan:
         for number, (piece, output) in enumerate(zip(pieces, outputs, strict=True)):
             if piece.padding:
                 continue
-            if len(output) < len(piece.samples):
-                raise ValueError(
-                    f"Plan.restore: outputs[{number}] must have a result for each of the piece's {len(piece.samples)} "
-                    f"samples, got {len(output)}."
-                )
-            for row, sample in enumerate(piece.samples):
-                results[sample] = output[row]
+            rows = rows_of(piece, output, self.packed, f"Plan.restore: outputs[{number}]")
+            for row, sample in zip(rows, piece.samples, strict=True):
+                results[sample] = row
         shapes = {result.shape if isinstance(result, torch.Tensor) else None for result in results}
         return torch.stack(results) if len(shapes) == 1 and None not in shapes else results
+
+
+def rows_of(piece: Piece, output: Any, packed: bool, what: str) -> list[Any]:
+    """One result per sample of a piece, in its order; the empty rows of a padded shape are dropped.
+
+    Raises:
+        ValueError: ``output`` has another number of items.
+    """
+    samples = len(piece.samples)
+    rows = len(output) if isinstance(output, (torch.Tensor, Sequence)) and _has_items(output) else None
+    if rows is None or not (rows == samples or (not packed and rows == piece.shape[0])):
+        got = type(output).__name__ if rows is None else rows
+        raise ValueError(
+            f"{what} must have a result for each of the piece's {samples} samples, got {got}. Pass a tensor [samples, "
+            "...] or a list, as gf.PieceOutput(loss, outputs)."
+        )
+    return [output[row] for row in range(samples)]
+
+
+def _has_items(output: Any) -> bool:
+    return not isinstance(output, (str, bytes)) and not (isinstance(output, torch.Tensor) and output.dim() == 0)
 
 
 def counted(counts: Mapping[str, Sequence[float]], samples: Sequence[int], padding: bool = False) -> dict[str, float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_samples", "max_sequence_length", "max_tokens"):
             limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Integral)):
+                raise TypeError(f"Limits: {name} must be an int or None (no limit), got {limit!r}.")
             if limit is not None and limit < 1:
                 raise ValueError(f"Limits: {name} must be at least 1 (None: no limit), got {limit}.")
         if self.layout not in LAYOUTS:
@@ -63,21 +67,40 @@ def _lengths_of(samples: Any, argument: str = "plan_batch: samples") -> list[int
         samples = samples.tolist()
     lengths = []
     for index, sample in enumerate(samples):
-        length = sample if isinstance(sample, int) else len(sample)
+        length = _length_of(sample, argument, index)
         if length < 0:
             raise ValueError(f"{argument}[{index}] must have a length of 0 or more, got {length}.")
         lengths.append(length)
     return lengths
 
 
+def _length_of(sample: Any, argument: str, index: int) -> int:
+    if not isinstance(sample, torch.Tensor) or sample.dim() == 0:
+        try:
+            return operator.index(sample)  # an int of Python's, NumPy's or torch's
+        except TypeError:
+            pass
+    try:
+        return len(sample)
+    except TypeError:
+        raise TypeError(
+            f"{argument}[{index}] must be a length in tokens (an int) or have a len(), got {type(sample).__name__}."
+        ) from None
+
+
 def _check_counts(
     counts: Mapping[str, Sequence[float]], size: int, where: str = "plan_batch"
 ) -> dict[str, list[float]]:
     found = {}
-    for name, values in counts.items():
-        if name == "samples":
-            raise ValueError(f"{where}: counts['samples'] is there already: every sample counts 1.")
-        values = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    for given, values in counts.items():
+        name = given.removeprefix("total_")
+        if name in ("samples", "micro_batches"):
+            raise ValueError(f"{where}: counts[{given!r}] is there already: every sample, every piece counts 1.")
+        if not isinstance(values, (torch.Tensor, Sequence)) and not hasattr(values, "tolist"):
+            raise TypeError(
+                f"{where}: counts[{given!r}] must be a sequence with one value per sample, got {type(values).__name__}."
+            )
+        values = list(values.tolist() if hasattr(values, "tolist") else values)
         if len(values) != size:
             raise ValueError(f"{where}: counts[{name!r}] must have one value per sample ({size}), got {len(values)}.")
         for index, value in enumerate(values):
@@ -193,13 +216,18 @@ def _even(order: Sequence[int], lengths: Sequence[int], fits: Callable[[int, int
 
 def _split_to_multiple(groups: Groups, world_size: int) -> Groups:
     """Halve the largest pieces until every rank has as many, as far as they have more than one sample."""
-    while len(groups) % world_size:
-        largest = max(range(len(groups)), key=lambda group: len(groups[group]))
-        whole = groups[largest]
-        if len(whole) == 1:
-            break
-        groups[largest : largest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
-    return groups
+    # A heap by size; a piece's key is where it was and which half of halves it is, so keys keep the order.
+    largest: list[tuple[int, tuple[int, ...]]] = [(-len(group), (number,)) for number, group in enumerate(groups)]
+    heapq.heapify(largest)
+    parts: dict[tuple[int, ...], list[int]] = {(number,): group for number, group in enumerate(groups)}
+    while len(parts) % world_size and -largest[0][0] > 1:
+        _, key = heapq.heappop(largest)
+        whole = parts.pop(key)
+        for half, group in enumerate((whole[: len(whole) // 2], whole[len(whole) // 2 :])):
+            place = (*key, half)
+            parts[place] = group
+            heapq.heappush(largest, (-len(group), place))
+    return [parts[key] for key in sorted(parts)]
 
 
 def _in_turns(groups: Groups, cost: Callable[[list[int]], int], world_size: int) -> Groups:
@@ -239,10 +267,14 @@ def plan_batch(
         ValueError: An argument is out of its range, or a sample fits no piece; its index, length and the limit are
             named.
     """
-    limits = limits or Limits()
+    limits = Limits() if limits is None else limits
+    if not isinstance(limits, Limits):
+        raise TypeError(f"plan_batch: limits must be gf.Limits(...), got {type(limits).__name__}.")
     lengths = _lengths_of(samples)
     if not lengths:
         raise ValueError("plan_batch: samples must have at least one sample, got none.")
+    if not isinstance(world_size, Integral):
+        raise TypeError(f"plan_batch: world_size must be an int, got {world_size!r}.")
     if world_size < 1:
         raise ValueError(f"plan_batch: world_size must be at least 1, got {world_size}.")
     if strategy not in STRATEGIES:
@@ -280,7 +312,7 @@ def plan_batch(
 
 
 def plan_pieces(
-    sizes: Sequence[int],
+    sizes: Iterable[int],
     *,
     counts: Mapping[str, Sequence[float]] | None = None,
     lengths: Any = None,
@@ -295,7 +327,10 @@ def plan_pieces(
     Raises:
         ValueError: A size is below 1, or there is another number of counts or lengths than samples.
     """
-    if not len(sizes):
+    if not isinstance(sizes, Iterable):
+        raise TypeError(f"plan_pieces: sizes must list the samples of each piece, got {sizes!r}.")
+    sizes = list(sizes)
+    if not sizes:
         raise ValueError("plan_pieces: sizes must have at least one piece, got none.")
     for index, size in enumerate(sizes):
         if size < 1:

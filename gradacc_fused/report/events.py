@@ -57,15 +57,15 @@ def count(run: Callable[[], object]) -> dict[str, Events]:
     return {name: Events(counted[name], allocated[name]) for name in counted}
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of host memory that tensors made within ``run`` took at once, whichever thread made them."""
+def peak_bytes(run: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of host memory that tensors made within ``run``, by any thread, took: (the most at once, at its end)."""
     events = [event for event in _profiled(run).kineto_results.events() if event.name() == MEMORY]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             now += event.nbytes()
             peak = max(peak, now)
-    return peak
+    return peak, now
 
 
 def _profiled(run: Callable[[], object]) -> Any:
