@@ -515,6 +515,28 @@ def raises(*_):
     raise ZeroDivisionError("in a hook")
 
 
+def test_what_would_reach_the_other_ranks_of_data_parallel_is_refused(backend):
+    """A piece of weight 0 and a split of one's own; two ranks by torch's fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        model = Net()
+        opt = sgd(model, backend)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        padded = gf.plan_batch([1], world_size=2)
+        with pytest.raises(gf.WindowError, match="piece 1 counts nothing, and DistributedDataParallel would average"):  # noqa: SIM117
+            with opt.window(padded, terms="samples") as window:
+                window.run(padded.of_rank(1)[0], lambda piece: wrapped(torch.zeros(1, 6)).sum())
+        planned = gf.plan_batch([1] * 4, world_size=2, limits=gf.Limits(max_samples=2))
+        model.allocator.place, model.allocator.most_rows = (1, "forward"), 1
+        with pytest.raises(gf.WindowError, match="piece 1 ran out of memory and DistributedDataParallel holds"):  # noqa: SIM117
+            with opt.window(planned, terms="samples") as window:
+                window.run(planned.of_rank(1)[0], lambda piece: wrapped(torch.zeros(2, 6)).sum(), split_on_oom=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_run_needs_a_plan_and_results_for_every_sample(backend):
     model, opt = scalar(backend)
     with pytest.raises(ValueError, match="the window has no plan"), opt.window() as window:
