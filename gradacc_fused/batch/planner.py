@@ -299,8 +299,8 @@ def plan_batch(
         held = [lengths[sample] for sample in group]
         shape = shapes.of(len(group), max(held), sum(held), len(lengths))
         pieces.append(Piece(index, index % world_size, tuple(group), shape, counted(per_sample, group)))
-    cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1])
     while len(pieces) % world_size:
+        cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1])
         nothing = counted(per_sample, cheapest.samples, padding=True)
         pieces.append(
             Piece(len(pieces), len(pieces) % world_size, cheapest.samples, cheapest.shape, nothing, padding=True)
