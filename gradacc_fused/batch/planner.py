@@ -299,8 +299,9 @@ def plan_batch(
         held = [lengths[sample] for sample in group]
         shape = shapes.of(len(group), max(held), sum(held), len(lengths))
         pieces.append(Piece(index, index % world_size, tuple(group), shape, counted(per_sample, group)))
-    while len(pieces) % world_size:
-        cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1])
+    missing = -len(pieces) % world_size
+    cheapest = min(pieces, key=lambda piece: piece.shape[0] * piece.shape[1]) if missing else pieces[0]
+    for _ in range(missing):
         nothing = counted(per_sample, cheapest.samples, padding=True)
         pieces.append(
             Piece(len(pieces), len(pieces) % world_size, cheapest.samples, cheapest.shape, nothing, padding=True)
