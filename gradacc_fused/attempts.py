@@ -87,7 +87,7 @@ class Attempts:
                 else:
                     outputs += results
         except BaseException as error:
-            if self._split_on_oom and is_out_of_memory(error):
+            if self._split_on_oom and len(part.samples) == 1 and is_out_of_memory(error):
                 _explain(error, part)
             self._window.fail(error, f"{type(error).__name__} was raised in piece {piece.index}")
             raise
@@ -142,7 +142,7 @@ class Attempts:
                 f"piece {part.index} ran out of memory and DistributedDataParallel holds the parameters: a split "
                 "here would leave the other ranks waiting. Plan smaller pieces (gf.find_micro_batch)"
             )
-        across = [name for name, term in terms.items() if term.across_samples]
+        across = window._batch.across_samples
         if across:
             window.refuse(f"piece {part.index} ran out of memory and term {across[0]!r} compares its samples: no split")
         statistics = [name for name, term in terms.items() if term.denominator == MICRO_BATCHES]
@@ -158,8 +158,8 @@ class Attempts:
 def _explain(error: BaseException, part: Piece) -> None:
     if hasattr(error, "add_note"):
         error.add_note(
-            f"window.run: {len(part.samples)} sample(s) of piece {part.index} do not fit, and there is nothing left to "
-            "split. Use activation checkpointing (torch.utils.checkpoint), shorter sequences or a smaller model."
+            f"window.run: sample {part.samples[0]} alone (of piece {part.index}) does not fit, and nothing is left "
+            "to split. Use activation checkpointing (torch.utils.checkpoint), shorter sequences or a smaller model."
         )
 
 

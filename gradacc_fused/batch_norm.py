@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from .modules import named_modules_of
+from .modules import buffers_of, named_modules_of
 
 MOST_GROUPS = 32  # as Wu and He, Group Normalization (2018), use by default
 
@@ -22,7 +22,7 @@ def training_batch_norms(params: Sequence[torch.Tensor]) -> list[str]:
 def running_statistics(params: Sequence[torch.Tensor]) -> list[tuple[nn.Module, str]]:
     """(module, name) of the buffers of the batch and instance norms inside the models that own ``params``."""
     norms = {id(module): module for _, module in named_modules_of(params) if isinstance(module, _NormBase)}
-    return [(module, name) for module in norms.values() for name in module._buffers]
+    return buffers_of(norms.values())
 
 
 def warn_about_batch_norm(params: Sequence[torch.Tensor]) -> None:

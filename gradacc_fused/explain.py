@@ -10,7 +10,7 @@ import torch
 
 from .modules import ranks_averaged
 from .optimizer import GradAccumOptimizer
-from .results import Scalar, StepResult
+from .results import StepResult
 
 MOST_COLUMNS = 8
 
@@ -84,11 +84,9 @@ def explain(opt: GradAccumOptimizer) -> Explanation:
             "explain: the optimizer has not made a step yet; there is no chain to show. Call it after one."
         )
     ranks = ranks_averaged(opt._engine.layout.params)
-    notes = _notes(opt, result, ranks)
     declared = result.batch is not None and result.batch.terms is not None
     columns, own = _of_terms(result) if declared else _of_micro_batches(result)
     loss_scale = result.scale / opt.options.host_scale
-
     host = (opt.options.host_scale, "already on the loss, as host_scale declares")
     if ranks > 1 and opt.options.host_scale == 1.0 / ranks:
         host = (1.0, "host_scale declares DDP's average")
@@ -105,11 +103,11 @@ def explain(opt: GradAccumOptimizer) -> Explanation:
         same("unscale", 1.0 / result.scale, "1 / (host_scale * loss_scale), at the boundary"),
         same("clip", float(result.clip_coef), f"total_norm {float(result.total_norm):.6g}"),
     )
-    return Explanation(columns, factors, notes)
+    return Explanation(columns, factors, _notes(opt, result, ranks, loss_scale))
 
 
 def _of_micro_batches(result: StepResult) -> tuple[tuple[str, ...], tuple[Factor, ...]]:
-    weights = [_number(weight) for weight in result.weights]
+    weights = [float(weight) for weight in result.weights]
     means = [reduction == "mean" for reduction in result.reductions]
     loss = [1.0 / weight if mean and weight > 0 else 1.0 for weight, mean in zip(weights, means, strict=True)]
     applied = [weight if mean else float(weight != 0) for weight, mean in zip(weights, means, strict=True)]
@@ -138,24 +136,19 @@ def _of_terms(result: StepResult) -> tuple[tuple[str, ...], tuple[Factor, ...]]:
     return tuple(terms), factors
 
 
-def _number(value: Scalar) -> float:
-    return float(value)
-
-
-def _living_scale(opt: GradAccumOptimizer) -> float | None:
+def _living_scale() -> float | None:
     scalers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.amp.GradScaler)]
     return next((scaler.get_scale() for scaler in scalers if scaler.is_enabled() and scaler.get_scale() != 1.0), None)
 
 
-def _notes(opt: GradAccumOptimizer, result: StepResult, ranks: int) -> tuple[str, ...]:
+def _notes(opt: GradAccumOptimizer, result: StepResult, ranks: int, loss_scale: float) -> tuple[str, ...]:
     notes = []
     if ranks > 1 and opt.options.host_scale != 1.0 / ranks:
         notes.append(
             f"DistributedDataParallel divides by {ranks} ranks and nothing undoes it. Where the denominators are those "
             f"of all ranks together, declare it: host_scale=1/{ranks}."
         )
-    living = _living_scale(opt)
-    loss_scale = result.scale / opt.options.host_scale
+    living = _living_scale()
     if living is not None and loss_scale == 1.0:
         notes.append(
             f"a GradScaler with scale {living:g} is alive. In boundary mode its step() unscales before ours; in a "

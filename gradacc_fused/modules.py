@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -46,6 +46,11 @@ def named_modules_of(params: Sequence[torch.Tensor]) -> Iterator[tuple[str, torc
     for root in models_of(params):
         for name, module in root.named_modules():
             yield (f"{type(root).__name__}.{name}" if name else type(root).__name__), module
+
+
+def buffers_of(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
+    """(module, name) of the buffers that these modules themselves hold."""
+    return [(module, name) for module in modules for name in module._buffers]
 
 
 def ranks_averaged(params: Sequence[torch.Tensor]) -> int:

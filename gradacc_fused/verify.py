@@ -12,6 +12,7 @@ from .batch.denominators import Declaration, LogicalBatch, Term, declared_terms
 from .batch.plan import Piece, Plan
 from .batch.planner import Limits, plan_batch
 from .batch.saved_state import SavedState
+from .modules import buffers_of
 
 Gradients = dict[str, torch.Tensor]
 
@@ -86,8 +87,7 @@ def check_split(
     declared = declared_terms(terms)
     if declared is not None:  # those across samples too: their difference is what is asked for
         declared = {name: replace(term, across_samples=False) for name, term in declared.items()}
-    buffers = [(module, name) for module in model.modules() for name in module._buffers]
-    before = SavedState(buffers, next(iter(named.values())).device)
+    before = SavedState(buffers_of(model.modules()), next(iter(named.values())).device)
     try:
         whole, loss_whole = _gradient(fn, one_piece, named, declared)
         before.restore()  # the same random numbers and statistics for both

@@ -17,7 +17,7 @@ from .batch.saved_state import SavedState
 from .batch_norm import running_statistics
 from .errors import WindowError
 from .micro_batches import Declared, MicroBatches
-from .modules import ranks_averaged
+from .modules import buffers_of, ranks_averaged
 from .results import LossRecord, Scalar
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Window(MicroBatches):
     def _find_buffers(self) -> None:
         model = self._restore_state
         if isinstance(model, torch.nn.Module):
-            self._buffers = [(each, name) for each in model.modules() for name in each._buffers]
+            self._buffers = buffers_of(model.modules())
         elif model:
             self._buffers = running_statistics(self._engine.layout.params)
 
@@ -266,13 +266,11 @@ class Window(MicroBatches):
         if self.ledger is not None and piece is not None:
             self.refuse(self.ledger.unexpected(piece) or self.ledger.broken_promise(piece, seen))
             seen = piece.counts
-        elif batch.terms is not None and self.micro_batches > 0:
-            across = [name for name, term in batch.terms.items() if term.across_samples]
-            if across:
-                self.refuse(
-                    f"term {across[0]!r} compares samples with each other, and this is micro-batch "
-                    f"{self.micro_batches}: each would see only its own samples. Run the logical batch in one"
-                )
+        elif batch.across_samples and self.micro_batches > 0:
+            self.refuse(
+                f"term {batch.across_samples[0]!r} compares samples with each other, and this is micro-batch "
+                f"{self.micro_batches}: each would see only its own samples. Run the logical batch in one"
+            )
         combined = batch.combine(loss, piece, seen, self._where)
         several = self._plan is not None and self._plan.world_size > 1
         if several and combined.weight == 0.0 and ranks_averaged(self._engine.layout.params) > 1:

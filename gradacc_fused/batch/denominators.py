@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -124,21 +124,24 @@ class LogicalBatch:
         self.denominator: float | None = None  # that the boundary divides by; None: by the sum of the weights
         self.unit = 1.0
         if plan is not None:
-            for name, term in (terms or {}).items():
-                self._refuse_across_samples(name, term, self.pieces)
+            if self.pieces > 1 and self.across_samples:
+                self._refuse_across_samples(self.across_samples[0])
             self.totals = {name: self._planned_total(name, term) for name, term in (terms or {}).items()}
             self._choose_denominator()
         elif terms is not None:
             self._require_one_denominator(terms)
 
-    @staticmethod
-    def _refuse_across_samples(name: str, term: Term, pieces: int) -> None:
-        if term.across_samples and pieces > 1:
-            raise WindowError(
-                f"window: term {name!r} compares samples with each other, and the logical batch has {pieces} pieces: "
-                "each would see only its own samples, which is another loss. Run it in one piece (activation "
-                "checkpointing saves memory), or compute it from embeddings gathered over the pieces first."
-            )
+    def _refuse_across_samples(self, name: str) -> NoReturn:
+        raise WindowError(
+            f"window: term {name!r} compares samples with each other, and the logical batch has {self.pieces} pieces: "
+            "each would see only its own samples, which is another loss. Run it in one piece (activation "
+            "checkpointing saves memory), or compute it from embeddings gathered over the pieces first."
+        )
+
+    @property
+    def across_samples(self) -> list[str]:
+        """Names of the terms that compare samples with each other."""
+        return [name for name, term in (self.terms or {}).items() if term.across_samples]
 
     def _choices(self) -> str:
         counts = ("samples", *self.plan.counts) if self.plan is not None else ("samples", "active_tokens", "...")
